@@ -244,6 +244,7 @@ class Recipe(Definition):
         check_evaluated(self, settled)
         from phalanx.engines.selection import distributes, open_engine  # it loads the code that starts processes
 
+        kept_in = settled.run_dir
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
             vars(settled).update(run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
@@ -267,8 +268,8 @@ class Recipe(Definition):
                 checks.warn(AHEAD.format(settled.readers))
             supply = self.stream and supplied(self, engine.run_state, engine.reading, bar, anyway=anyway)
             undo.callback(supply.close if supply else bool)
-            loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step)
-            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)
+            loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting)
+            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted, kept_in)
             for observer in observers:
                 observer.begin(engine, run)
                 undo.callback(observer.end)

@@ -112,7 +112,7 @@ def outline(value: Any) -> str:
     """A tree of arrays by types, dtypes and shapes, as in "dict(x float32[8, 4])"."""
     kind = type(value).__name__
     if getattr(value, "shape", None) is not None and getattr(value, "dtype", None) is not None:
-        return f"{str(value.dtype).removeprefix('torch.').removeprefix('dtypes.')}{list(value.shape)}"
+        return f"{str(value.dtype).rpartition('.')[2]}{list(value.shape)}"
     if isinstance(value, Mapping):
         parts = [f"{key} {outline(entry)}" for key, entry in value.items()]
     elif isinstance(value, (tuple, list)):

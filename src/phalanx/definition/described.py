@@ -13,7 +13,7 @@ import dis
 import inspect
 import itertools
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
@@ -31,6 +31,7 @@ ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # steps and epochs: 
 MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes
 TOLD = 8  # differences of a kind that are listed
 GLOBAL, READS = " (its global ", "code "
+DIFFERENTLY = "reads differently"
 IDLE, JUMPS = ("NOP", "CACHE", "RESUME", "EXTENDED_ARG"), frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 HAVE_NAMES = (type, FunctionType, BuiltinFunctionType)
 
@@ -102,7 +103,8 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
         pythons = {side["python"].rpartition(".")[0] for side in versions}
         if len(pythons) == 1:  # another version has other bytecode
             comparison.hints += _between(mine["hints"], theirs["hints"])
-        comparison.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
+        beside = _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
+        comparison.hints += [text for text in beside if len(pythons) == 1 or not text.endswith(DIFFERENTLY)]
         return comparison
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError("its recipe has no form that is known") from error
@@ -135,6 +137,13 @@ def options_of(value: Any) -> dict[str, str]:
         names = []
     options = {name: held.get(name, held.get(f"_{name}")) for name in names}
     return {name: plain(item) for name, item in options.items() if type(item) in PLAIN and item is not None}
+
+
+def functions_of(value: Any, names: Iterable[str]) -> dict[str, str]:
+    """How the functions read that an object keeps under these names; other callables by their type."""
+    kept = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    codes = {name: getattr(item, "__code__", None) for name, item in kept.items()}
+    return {name: READS + (short(_code(codes[name])) if codes[name] else str(type(kept[name]))) for name in kept}
 
 
 def _fields(definition: Definition) -> dict[str, str]:
@@ -239,5 +248,5 @@ def _words(name: str, one: str, other: str) -> str:
     if one == other:
         return f"{name} is another {one} here than there"
     if READS in (one[: len(READS)], other[: len(READS)]):
-        return f"{name} reads differently"
+        return f"{name} {DIFFERENTLY}"
     return f"{name} is {one} here, and {other} there"

@@ -11,7 +11,7 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ DEFAULT_BATCH = 256
 FUNCTIONS = {
     "forward_fn": "lambda model, batch: model(batch[0])",
     "target_fn": "lambda batch: batch['label']",
-    "collate_fn": "torch.utils.data.default_collate",
+    "collate_fn": "lambda samples: ...",
 }
 
 
@@ -437,6 +437,27 @@ def check_samples(data: Any, batch_size: Any) -> None:
     """Refuse what cannot be evaluated, before anything is computed."""
     open_data(data, "evaluation data")
     checks.integer("batch_size", batch_size, least=1)
+
+
+def meant(metric: str, names: Iterable[str]) -> str | None:
+    """The name that ``metric`` means: itself, or the only one that ends in it, as "f1" means "test/f1".
+
+    Raises
+    ------
+    UsageError
+        Several end in it.
+    """
+    known = list(names)
+    ending = [metric] if metric in known else [name for name in known if name.endswith(f"/{metric}")]
+    if len(ending) > 1:
+        raise UsageError(f"metric {metric!r} may be {' or '.join(ending)}; name one of them in full")
+    return ending[0] if ending else None
+
+
+def check_metric(argument: str, metric: str, names: Mapping[str, bool]) -> None:
+    """Refuse a metric that no evaluation has; ``names``: those that are known, and whether each is a whole name."""
+    if meant(metric, names) is None and all(names.values()):
+        raise UsageError(f"{argument} is {metric!r}, but what is evaluated is {', '.join(names)}; name one of those")
 
 
 def listed_evaluations(evaluation: Any) -> tuple[Evaluation, ...]:

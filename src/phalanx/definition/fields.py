@@ -93,8 +93,8 @@ def check_takes(loss_fn: Any, loss_takes: Any) -> None:
     checks.choice("loss_takes", loss_takes, ("output", "model"))
     if loss_takes == "output" and checks.takes(loss_fn, "model", required=True):
         raise UsageError(
-            "loss_fn has a parameter called model, but loss_takes is 'output', which calls loss_fn(output, target); for "
-            "loss_fn(model, batch) pass loss_takes='model', else call the parameter otherwise"
+            "loss_fn has a parameter called model, but loss_takes is 'output', which calls loss_fn(output, target); "
+            "pass loss_takes='model' for loss_fn(model, batch), else rename the parameter"
         )
 
 

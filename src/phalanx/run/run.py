@@ -38,6 +38,7 @@ class Run:
         turn: Turns,
         called: float,
         predictor: Callable[..., Any] | None = None,
+        kept_in: pathlib.Path | None = None,
     ) -> None:
         self._definition = definition
         self._engine = engine
@@ -46,6 +47,7 @@ class Run:
         self._terminated = self._closed = False
         self._given: set[Callable[[], object]] = set()  # checks of exported models, which the caller may change
         self._times, self._predictor = (called, time.perf_counter()), predictor
+        self.kept_in = kept_in  # run_dir, in processes that do not write to it, too
         self._watched = True  # whether the caller may look at the state after each step
         self.turn, self.metric_history = turn, engine.run_state.evaluated
 
