@@ -34,6 +34,7 @@ HELD_OUT = "held-out data is evaluated: evaluation=phalanx.Evaluation(metric, da
 RUN_DIR = "it is called run_dir, an option of train(): where there are snapshots, the run goes on from the newest"
 DEVICES = "it is called devices, an option of train(): devices=['cuda']; never part of the answer"
 LOGS = "logs are callbacks: callbacks=[phalanx.callbacks.Log('csv')]"
+MODEL_LOSS = "it is called loss_fn: loss_fn(output, target), or loss_fn(model, batch) with loss_takes='model'"
 ARGUMENTS = {
     "learning_rate": "it is called lr (for the default optimizer; else give it to yours)",
     "max_epochs": "it is called epochs",
@@ -63,6 +64,9 @@ ARGUMENTS = {
     "log_dir": LOGS,
     "patience": "to stop early is a callback: callbacks=[phalanx.callbacks.EarlyStopping('loss', patience=3)]",
     "metrics": "they are evaluated: evaluation=phalanx.Evaluation(metrics, data)",
+    "compute_loss": MODEL_LOSS,
+    "training_step": MODEL_LOSS,
+    "mixup": "it is a loss of model and batch, with loss_takes='model': docs/cookbook.md",
     "compute_metrics": "they are evaluated: evaluation=phalanx.Evaluation(metrics, data), metrics of (output, target)",
     "val_dataloaders": HELD_OUT,
     "val_data": HELD_OUT,

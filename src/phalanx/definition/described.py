@@ -140,10 +140,9 @@ def options_of(value: Any) -> dict[str, str]:
 
 
 def functions_of(value: Any, names: Iterable[str]) -> dict[str, str]:
-    """How the functions read that an object keeps under these names; other callables by their type."""
+    """What the functions lead to that an object keeps under these names, as hints of a recipe do."""
     kept = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    codes = {name: getattr(item, "__code__", None) for name, item in kept.items()}
-    return {name: READS + (short(_code(codes[name])) if codes[name] else str(type(kept[name]))) for name in kept}
+    return {path: text for name, root in kept.items() for path, text in _led_to(name, root, set())}
 
 
 def _fields(definition: Definition) -> dict[str, str]:

@@ -25,6 +25,7 @@ from phalanx.plan.fold import fold_values
 
 Home = Callable[[Any], Any]  # copies a leaf of an output into host memory
 EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"
+OWN = " (Evaluation takes its own, and collate_fn)"
 OBJECT = ("update", "compute", "reset")  # methods of a metric object that keeps a state
 DEFAULT_BATCH = 256
 FUNCTIONS = {
@@ -226,7 +227,7 @@ class whole(Predictions):  # noqa: N801  used as a function
         pairs, samples = zip(*readings, strict=True)
         outputs, targets = zip(*pairs, strict=True)
         output, target = joined(outputs, samples, "output"), joined(targets, samples, "target")
-        with checks.noting(output, target):
+        with checks.noting(output, target, OWN):
             return _numbers(self._function(output, target))
 
 
@@ -284,7 +285,7 @@ class Metrics:
         """What each metric sees of a chunk."""
         if self._single:
             home = functools.partial(_with_axis, home)
-        with checks.noting(output, target):
+        with checks.noting(output, target, OWN):
             return [metric.see(output, target, home) for metric in self._metrics.values()]
 
     def read(self, values: Sequence[Any], samples: int) -> list[Any]:
