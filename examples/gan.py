@@ -42,8 +42,8 @@ def generator_loss(model: Gan, batch: tuple[torch.Tensor]) -> torch.Tensor:
 angles = torch.rand(2048, generator=torch.Generator().manual_seed(0)) * 2 * torch.pi
 ring = torch.stack([angles.cos(), angles.sin()], dim=1)
 phases = [
-    phalanx.Phase(discriminator_loss, parameters="discriminator", optimizer=adam),
-    phalanx.Phase(generator_loss, parameters="generator", optimizer=adam),
+    phalanx.Phase(discriminator_loss, parameters="discriminator", optimizer=adam, loss_takes="model"),
+    phalanx.Phase(generator_loss, parameters="generator", optimizer=adam, loss_takes="model"),
 ]
 recipe = phalanx.Recipe(Gan, (ring,), phases=phases, replicas=4, batch_size=256, epochs=100)
 

@@ -44,12 +44,13 @@ class Recipe(Definition):
         a list of samples, ``phalanx.Stream``; None: the caller brings batches with ``run.step(batch)``.
     loss_fn : callable or None
         ``loss_fn(output, target)`` returns the mean loss over the share, or (mean loss, weight). None: ``forward_fn``,
-        or the model, returns that itself, or an object with ``.loss``.
+        or the model, returns that itself, or an object with ``.loss``. See ``loss_takes``.
     forward_fn : callable, optional
         ``forward_fn(model, batch) -> output``. Default: ``model(x)`` where the batch is ``(x, y)``, ``model(**batch)``
         for a dict, else ``model(batch)``. For jax, required: ``forward_fn(params, x)``.
     target_fn : callable, optional
-        ``target_fn(batch) -> target``. Default: ``y`` where the batch is ``(x, y)``, else the batch.
+        ``target_fn(batch) -> target``. Default: ``y`` where the batch is ``(x, y)``, ``batch["labels"]`` where it is a
+        dict that has labels, else the batch.
     replicas : int, default 4
         R, part of the answer: into how many shares each batch is cut.
     batch_size : int or None, default 32
@@ -93,6 +94,9 @@ class Recipe(Definition):
         are added in order (``docs/steps.md``).
     phases : list of Phase, optional
         Several updates, one after the other, that make a step, each with its own loss, parameters and optimizer.
+    loss_takes : "output" or "model"
+        "model": ``loss_fn(model, batch)`` calls the model itself, as Mixup needs it (``docs/cookbook.md``). Evaluations
+        use ``forward_fn`` and ``target_fn`` all the same. For torch.
 
     Raises
     ------
@@ -259,6 +263,7 @@ class Recipe(Definition):
         check_evaluated(self, settled)
         from phalanx.engines.selection import distributes, open_engine  # it loads the code that starts processes
 
+        kept_in = settled.run_dir
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
             vars(settled).update(run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
@@ -283,8 +288,8 @@ class Recipe(Definition):
                 checks.warn(AHEAD.format(settled.readers))
             supply = self.stream and supplied(self, engine.run_state, engine.reading, bar, anyway=anyway)
             undo.callback(supply.close if supply else bool)
-            loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step)
-            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted)
+            loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting)
+            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted, kept_in)
             for observer in observers:
                 observer.begin(engine, run)
                 undo.callback(observer.end)

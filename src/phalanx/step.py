@@ -7,6 +7,7 @@ computes, the plan decides the order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from phalanx.definition.data import READING, Share
+from phalanx.definition import generators
+from phalanx.definition.data import Share, spelled
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
@@ -218,24 +220,21 @@ def compute(computing: Iterator[Computed], moment: Moment, replica: int, share: 
             error = raised.__cause__  # raised by user code: a generator turns it into a RuntimeError
         raise WorkerError(
             f"{type(error).__name__} in user code at {moment}, replica {replica}, samples "
-            f"{spell_samples(share.samples)}: {_spelled(error)}",
+            f"{spell_samples(share.samples)}: {spelled(error)}",
             step=moment.step,
             replica=replica,
             samples=share.samples,
         ) from error
 
 
-def _spelled(error: Exception) -> str:
-    """What an error says, and which sample was being read."""
-    notes: list[str] = getattr(error, "__notes__", [])
-    return f"{error}{next((f' ({note})' for note in notes if note.startswith(READING)), '')}"
-
-
 def measure(
     framework: Framework, metrics: Metrics, key: int, share: Share, weights: Weights | None = None
 ) -> Measurement:
     """Begin metrics over one chunk; what user code raises becomes a WorkerError with the samples."""
-    begun = _measured(functools.partial(framework.measure, metrics, key, share, weights), share)
+    owned = metrics.generators
+    with generators.kept(owned) if owned else contextlib.nullcontext():
+        generators.reseed(owned, key)
+        begun = _measured(functools.partial(framework.measure, metrics, key, share, weights), share)
     return functools.partial(_measured, begun, share)
 
 
@@ -246,7 +245,7 @@ def _measured(function: Callable[[], T], share: Share) -> T:
         raise
     except Exception as error:
         samples = spell_samples(share.samples)
-        message = f"{type(error).__name__} in user code while evaluating samples {samples}: {_spelled(error)}"
+        message = f"{type(error).__name__} in user code while evaluating samples {samples}: {spelled(error)}"
         raise WorkerError(message, samples=share.samples) from error
 
 

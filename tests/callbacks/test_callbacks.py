@@ -281,7 +281,7 @@ WRONG = [
     (lambda: recipe().train(callbacks=[types.SimpleNamespace(state=dict)]), "only one of state"),
     (
         lambda: recipe().train(callbacks=[callbacks.EarlyStopping("f1")], evaluation=evaluation()),
-        "metric is 'f1', but what is evaluated is accuracy",
+        "metric of EarlyStopping is 'f1', but what is evaluated is accuracy",
     ),
 ]
 

@@ -166,7 +166,7 @@ def test_schedules_that_cannot_be_are_refused():
     made = recipe(scheduler=plateau, schedule_every="epoch", schedule_on="f1")
     with pytest.raises(phalanx.UsageError, match="nothing is evaluated"):
         made.train()
-    with pytest.raises(phalanx.UsageError, match="schedule_on is 'f1', but what was evaluated is accuracy"):
+    with pytest.raises(phalanx.UsageError, match="schedule_on is 'f1', but what is evaluated is accuracy"):
         made.train(evaluation=evaluation())
 
 

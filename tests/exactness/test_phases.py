@@ -20,6 +20,7 @@ from tests.families import normal
 NOISE, STEPS = 4, 6
 ADAM = functools.partial(torch.optim.Adam, lr=0.01, betas=(0.5, 0.9))
 RMS = functools.partial(torch.optim.RMSprop, lr=0.005)
+model_phase = functools.partial(phalanx.Phase, loss_takes="model")
 
 
 class Gan(nn.Module):
@@ -93,12 +94,12 @@ def walks():
 
 KINDS = {
     "gan": (Gan, (normal(22, 1, 6, 6),), [
-        phalanx.Phase(discriminator_loss, parameters="discriminator", optimizer=ADAM),
-        phalanx.Phase(generator_loss, parameters="generator", optimizer=RMS),
+        model_phase(discriminator_loss, parameters="discriminator", optimizer=ADAM),
+        model_phase(generator_loss, parameters="generator", optimizer=RMS),
     ]),
     "seldom": (Gan, (normal(22, 1, 6, 6),), [
-        phalanx.Phase(generator_loss, parameters="generator", optimizer=RMS, every=3),
-        phalanx.Phase(discriminator_loss, parameters=["discriminator"], optimizer=ADAM),
+        model_phase(generator_loss, parameters="generator", optimizer=RMS, every=3),
+        model_phase(discriminator_loss, parameters=["discriminator"], optimizer=ADAM),
     ]),
     "actor_critic": (ActorCritic, walks(), [
         phalanx.Phase(critic_loss, parameters=["critic", "body"], optimizer=ADAM, name="critic"),
@@ -152,7 +153,9 @@ def compute(recipe, model, begun, step, replica, number, fault):
         buffer.data.copy_(value)
     batch, loss_fn = by_hand.read(recipe, step, indices), recipe.phases[number].loss_fn
     with recipe.plan.seeded(step, replica, 0 if fault == "one_key" else number):
-        loss = loss_fn(model, batch) if recipe.phases[number].takes_model else loss_fn(model(batch[0]), batch[1])
+        loss = (
+            loss_fn(model, batch) if recipe.phases[number].loss_takes == "model" else loss_fn(model(batch[0]), batch[1])
+        )
         model.zero_grad()
         loss.backward()
     gradient = by_hand.copies(parameter.grad for parameter in model.parameters())
@@ -199,7 +202,7 @@ def test_one_key_for_all_phases_is_noticed():
 def test_the_phases_are_the_answer(fault):
     """Their order, how often each is done, and leaving one out change the bits."""
     first, second = KINDS["gan"][2]
-    often = phalanx.Phase(generator_loss, parameters="generator", optimizer=RMS, every=2)
+    often = model_phase(generator_loss, parameters="generator", optimizer=RMS, every=2)
     phases = {"swapped": [second, first], "other_every": [first, often], "one_phase": [first]}[fault]
     assert trained(recipe())[0] != trained(recipe(phases=phases))[0]
 
@@ -274,8 +277,8 @@ def test_tied_parameters(second):
     """A parameter with two names is updated by the phases that name either, as in the loop by hand."""
     x = normal(24, 4)
     phases = [
-        phalanx.Phase(encoded_loss, parameters="encoder", optimizer=ADAM),
-        phalanx.Phase(decoded_loss, parameters=second, optimizer=RMS, name="decoder"),
+        model_phase(encoded_loss, parameters="encoder", optimizer=ADAM),
+        model_phase(decoded_loss, parameters=second, optimizer=RMS, name="decoder"),
     ]
     one = phalanx.Recipe(Tied, (x,), batch_size=8, steps=STEPS, replicas=1, phases=phases)
     torch.manual_seed(0)
@@ -292,7 +295,7 @@ def test_tied_parameters(second):
     several = phalanx.Recipe(Tied, (x,), batch_size=8, steps=STEPS, replicas=3, phases=phases)
     assert trained(several, 2) == trained(several)
     assert several.train(devices=["cpu", "cpu"]).digest == trained(several)[0]
-    alone = [phases[0], phalanx.Phase(decoded_loss, parameters="decoder.bias", optimizer=RMS, name="decoder")]
+    alone = [phases[0], model_phase(decoded_loss, parameters="decoder.bias", optimizer=RMS, name="decoder")]
     untied = phalanx.Recipe(Tied, (x,), batch_size=8, steps=STEPS, replicas=3, phases=alone)
     assert trained(untied)[0] != trained(several)[0]
 
@@ -336,7 +339,7 @@ def test_it_is_broken_off_between_two_phases():
             raise ValueError("not now")
         return generator_loss(model, batch)
 
-    phases = [KINDS["gan"][2][0], phalanx.Phase(sometimes, parameters="generator", optimizer=RMS)]
+    phases = [KINDS["gan"][2][0], model_phase(sometimes, parameters="generator", optimizer=RMS)]
     with recipe(phases=phases).start(workers=1, engine="inline") as run:
         with pytest.raises(phalanx.WorkerError, match="step 0, phase 'generator', replica 0") as caught:
             run.step()
@@ -375,11 +378,12 @@ def test_which_update_belongs_where():
     [
         ({"phases": []}, "phases is"),
         ({"phases": [generator_loss]}, "phases is"),
-        ({"phases": [phalanx.Phase(generator_loss, every=2)]}, "every=2"),
+        ({"phases": [model_phase(generator_loss, every=2)]}, "every=2"),
         ({"loss_fn": F.mse_loss}, "loss_fn is given"),
         ({"optimizer": ADAM}, "optimizer is given"),
-        ({"phases": [phalanx.Phase(generator_loss, name="a"), phalanx.Phase(generator_loss, name="a")]}, "called a, a"),
-        ({"phases": [phalanx.Phase(generator_loss, parameters="painter")]}, "'painter'"),
+        ({"loss_takes": "model"}, "loss_takes is given"),
+        ({"phases": [model_phase(generator_loss, name="a"), model_phase(generator_loss, name="a")]}, "called a, a"),
+        ({"phases": [model_phase(generator_loss, parameters="painter")]}, "'painter'"),
         ({"phases": [phalanx.Phase(nn.Linear(2, 2))]}, "with parameters"),
     ],
 )
@@ -389,8 +393,10 @@ def test_refused(changes, message):
         recipe(**changes).train(engine="inline")
 
 
-@pytest.mark.parametrize("arguments", [{"loss_fn": None}, {"every": 0}, {"parameters": []}, {"optimizer": 3}])
+@pytest.mark.parametrize(
+    "arguments", [{"loss_fn": None}, {"every": 0}, {"parameters": []}, {"optimizer": 3}, {"loss_takes": "batch"}]
+)
 def test_a_phase_checks_what_it_is_given(arguments):
     """Arguments are checked where they are written."""
     with pytest.raises(phalanx.UsageError, match=next(iter(arguments))):
-        phalanx.Phase(**{"loss_fn": generator_loss} | arguments)
+        model_phase(**{"loss_fn": generator_loss} | arguments)

@@ -245,7 +245,7 @@ def counted_in(phase):
 def phases(losses):
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     named = zip(("first", "second"), ("inner", "outer"), losses, strict=True)
-    return [phalanx.Phase(loss, layer, optimizer, name=name) for name, layer, loss in named]
+    return [phalanx.Phase(loss, layer, optimizer, name=name, loss_takes="model") for name, layer, loss in named]
 
 
 SOUND = {

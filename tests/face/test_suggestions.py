@@ -30,6 +30,8 @@ CASES = [
     ({}, {"val_data": []}, r"evaluation=phalanx.Evaluation\(metric, data\)"),
     ({}, {"eval_dataset": []}, r"evaluation=phalanx.Evaluation\(metric, data\)"),
     ({"train_dataset": []}, {}, "it is called data"),
+    ({"mixup": 0.4}, {}, "loss_takes='model': docs/cookbook.md"),
+    ({"compute_loss": min}, {}, r"loss_fn\(model, batch\) with loss_takes='model'"),
     ({"compute_metrics": min}, {}, r"evaluation=phalanx.Evaluation\(metrics, data\)"),
     ({}, {"ckpt_path": "a"}, "it is called run_dir"),
     ({}, {"resume_from_checkpoint": "a"}, "it is called run_dir"),

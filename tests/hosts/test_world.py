@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.callbacks import EarlyStopping
+from phalanx.callbacks import EarlyStopping, SaveBest
 from tests.callbacks import jobs as job
 from tests.families import FAMILIES
 from tests.hosts.worlds import world
@@ -207,6 +207,30 @@ told[1] = [results[0].steps, told[1].resumed_from, told[1].digest]
     else:
         assert found[0][0].startswith("Preempted: run.terminate() was called, and the state after 8 steps was saved")
     assert found[1][0].startswith("Preempted: run.terminate() was called, and nothing is saved here")
+
+
+BEST = """
+import tests.callbacks.jobs as job
+from phalanx.callbacks import SaveBest
+for run_dir in (None, {folder!r}, {folder!r}):
+    result = job.recipe(epochs=2 if len(told) < 2 else 3).train(
+        run_dir=run_dir, evaluation=job.evaluation(), deadline_seconds=20, callbacks=[SaveBest("accuracy")]
+    )
+    told.append([result.best.value, result.best.steps, {{k: v.tolist() for k, v in result.best.weights.items()}}])
+"""
+
+
+@pytest.mark.long
+def test_every_process_has_the_best(pair, tmp_path):
+    """Value, steps and weights are those of a run in one process: in memory, from the first one's file, resumed."""
+    found = pair(BEST.format(folder=str(tmp_path)))
+    assert found[0] == found[1]
+    for epochs, one in zip((2, 2, 3), found[0], strict=True):
+        alone = job.recipe(epochs=epochs).train(
+            engine="inline", evaluation=job.evaluation(), callbacks=[SaveBest("accuracy")]
+        )
+        weights = {name: value.tolist() for name, value in alone.best.weights.items()}
+        assert one == [alone.best.value, alone.best.steps, weights]
 
 
 STOPPING = """

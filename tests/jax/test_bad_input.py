@@ -40,6 +40,11 @@ CASES = {
         "phases is given",
         "optax.multi_transform",
     ),
+    "loss-of-the-model": (
+        lambda: go(loss_takes="model", loss_fn=lambda params, batch: 0),
+        "loss_takes is 'model'",
+        "let forward_fn return the loss itself",
+    ),
     "precision": (lambda: go(precision="bfloat16"), "precision is 'bfloat16'", "forward_fn"),
     "scheduler": (lambda: go(scheduler=lambda optimizer: None), "scheduler", "cosine_decay_schedule"),
     "numpy-leaf": (lambda: go(make_model=with_leaf(np.ones(3))), "'odd' is a ndarray", "jnp.asarray"),

@@ -44,3 +44,30 @@ def test_streams_and_readers(data, place):
     result = recipe(data).train(**place)
     assert (result.digest, result.loss_history) == (expected.digest, expected.loss_history)
     assert recipe(phalanx.Stream(lambda: list(rows())[::-1])).train(engine="inline").digest != expected.digest
+
+
+def accuracy(output, target):
+    return (output.argmax(1) == target).mean()
+
+
+@pytest.mark.parametrize("place", [{"engine": "inline"}, pytest.param({"workers": 2}, marks=pytest.mark.long)], ids=str)
+def test_functions_of_an_evaluation(place):
+    """They stand in for the recipe's in this evaluation alone; labels of a dict are its target."""
+    x, y = FEATURES
+    due = {
+        "plain": phalanx.Evaluation(accuracy, FEATURES, batch_size=7),
+        "turned": phalanx.Evaluation(
+            accuracy, FEATURES, batch_size=7, forward_fn=lambda params, x: -mlp_forward(params, x),
+        ),
+    }  # fmt: skip
+    labelled = phalanx.Recipe(
+        mlp, {"x": x, "labels": y}, cross_entropy, lambda params, batch: mlp_forward(params, batch["x"]),
+        replicas=3, batch_size=9, epochs=2, shuffle=False,
+    )  # fmt: skip
+    result = recipe(FEATURES).train(evaluation=due, **place)
+    assert labelled.train(**place).digest == result.digest == recipe(FEATURES).train(engine="inline").digest
+    by_name = {item.name: item.value for item in result.metric_history}
+    with recipe(FEATURES).start(engine="inline") as run:
+        run.finish()
+        turned = run.evaluate(lambda output, target: accuracy(-output, target), FEATURES, batch_size=7)
+        assert by_name["turned/accuracy"] == turned != by_name["plain/accuracy"]

@@ -386,6 +386,7 @@ OTHERS = {
     "data": {"data": (FEATURES[0] * 2, FEATURES[1])},
     "loss_fn": {"loss_fn": other_loss},
     "forward_fn": {"forward_fn": lambda model, batch: model(2 * batch[0])},
+    "loss_takes": {"loss_takes": "model", "loss_fn": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])},
     "target_fn": {"target_fn": lambda batch: 1 - batch[1] % 2},
     "make_model": {"make_model": other_model},
     "scheduler": {"scheduler": halving},

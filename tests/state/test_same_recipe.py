@@ -189,6 +189,23 @@ def test_options_of_callbacks_and_evaluations_are_told(tmp_path):
     train(4, patience=5, every=2)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_functions_of_evaluations_are_told(tmp_path):
+    """An evaluation with another forward_fn, or none any more, goes on with a warning that names it."""
+
+    def train(steps, forward_fn):
+        evaluation = phalanx.Evaluation({"accuracy": accuracy}, FEATURES, every_steps=1, forward_fn=forward_fn)
+        job(steps=steps).train(run_dir=tmp_path, engine="inline", evaluation=evaluation)
+
+    train(1, lambda model, batch: model(batch[0]))
+    for steps, other in ((2, lambda model, batch: 2 * model(batch[0])), (3, None)):
+        with pytest.warns(UserWarning, match=r"Evaluation.forward_fn reads differently"):
+            train(steps, other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(4, None)
+
+
 def test_brought_batches(tmp_path):
     """The same batch with another loss is refused, another batch is told of, and a run that stopped kept nothing."""
     batches = [(FEATURES[0][n : n + 6], FEATURES[1][n : n + 6]) for n in range(5)]

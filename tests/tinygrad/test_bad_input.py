@@ -43,7 +43,7 @@ def test_devices(devices, match):
     ("changes", "elsewhere"),
     [
         (
-            {"phases": [phalanx.Phase(lambda model, batch: 0, optimizer=SGD)], "loss_fn": None, "optimizer": None},
+            {"phases": [phalanx.Phase(lambda output, target: 0, optimizer=SGD)], "loss_fn": None, "optimizer": None},
             "torch",
         ),
         ({"micro_batches": 2}, "torch or jax"),

@@ -190,6 +190,28 @@ def test_what_collating_draws_is_keyed():
     assert digests != {FAMILIES["mlp"].recipe(2).train().digest}
 
 
+def test_functions_of_an_evaluation():
+    """Targets and batches are those of the evaluation's own functions; a forward_fn of its own is refused."""
+    (x, y), seen = FAMILIES["mlp"].data, []
+
+    def metric_fn(output, target):
+        seen.append(target.numpy().tolist())
+        return 0.0
+
+    own = {
+        "target_fn": lambda batch: batch[1] + 1,
+        "collate_fn": lambda samples: tuple(np.stack([row[n] for row in samples]) for n in (0, 1)),
+    }
+    with FAMILIES["mlp"].recipe(2).start() as run:
+        run.evaluate(metric_fn, (x[:8], y[:8]), **own)
+        assert seen == [(y[:8] + 1).tolist()]
+        with pytest.raises(phalanx.UsageError, match="forward_fn in predict"):
+            run.evaluate(metric_fn, (x[:8], y[:8]), forward_fn=lambda model, x: model(x))
+    refused = FAMILIES["mlp"].recipe(2, loss_takes="model", loss_fn=lambda net, batch: 0)
+    with pytest.raises(phalanx.UsageError, match="loss_takes is 'model', which is for torch"):
+        refused.start()
+
+
 def test_what_a_metric_sees():
     """Outputs and targets stay when the next chunk is computed; random numbers are the chunk's; TRAINING is off."""
     (x, y), seen = FAMILIES["mlp"].data, []

@@ -14,6 +14,7 @@ from phalanx.checkpoint import files, tensors
 from phalanx.checkpoint.tensors import copied_weights, read_weights, weights_of
 from phalanx.definition import checks
 from phalanx.definition.checks import answering
+from phalanx.definition.evaluation import meant
 from phalanx.definition.plain import Each, check_like, taking_over
 from phalanx.errors import UsageError
 
@@ -58,21 +59,9 @@ class Better:
         self._min_delta = min_delta
 
     def of(self, values: Mapping[str, float]) -> float | None:
-        """The metric's value, if it was evaluated.
-
-        Raises
-        ------
-        UsageError
-            There is no such metric: another evaluation would not have it either.
-        """
-        if self.metric in values:
-            return values[self.metric]
-        folder = self.metric.rpartition("/")[0]
-        if any(name.rpartition("/")[0] == folder for name in values):
-            raise UsageError(
-                f"metric is {self.metric!r}, but what is evaluated is {', '.join(values)}; name one of those"
-            )
-        return None  # the metric is of another evaluation, which was not due
+        """The metric's value; None if it is of an evaluation that was not due. The loop refuses unknown names."""
+        name = meant(self.metric, values)
+        return None if name is None else values[name]
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Whether a value improves on the best so far; NaN never does."""
@@ -109,7 +98,7 @@ class EarlyStopping:
     stopped_at : int or None
         After how many steps the run was ended.
     waits_for : str
-        The metric's name: a run that evaluates nothing is refused.
+        The metric's name: a run that does not evaluate it is refused.
     """
 
     everywhere = True
@@ -190,6 +179,8 @@ class Best:
         if self.kept is not None:
             return self.kept
         assert self.path is not None
+        if not self.path.exists():
+            raise UsageError(f"the weights are where the first process keeps run_dir: {self.path} is not on this host")
         return read_weights(self.path)
 
 
@@ -201,6 +192,8 @@ class Best:
 )
 class SaveBest:
     """Keeps the best weights by a metric: as files in the run's directory, or in memory where there is none.
+
+    Over several hosts each process has the same ``best``. The first writes the files.
 
     Parameters
     ----------
@@ -216,6 +209,8 @@ class SaveBest:
     kept : list of Best
         The best first.
     """
+
+    everywhere = True
 
     def __init__(self, metric: str, keep: int = 1, mode: str = "auto") -> None:
         self._better = Better(metric, mode)
@@ -235,9 +230,10 @@ class SaveBest:
     def begin(self, run: Any) -> None:
         """Begin anew, unless the run goes on from a snapshot: then nothing is removed yet, as it may be refused."""
         self._run, known = run, self._known or []
-        self._folder = None if run.run_dir is None else run.run_dir.resolve() / FOLDER
+        self._folder = None if run.kept_in is None else run.kept_in.resolve() / FOLDER
+        self._writes = run.run_dir is not None
         self.kept = [Best(self._better.metric, value, steps, self._file_of(steps)) for value, steps in known]
-        self._known, self._tidy = None, self._folder is None
+        self._known, self._tidy = None, not self._writes
         if run.resumed_from is None:
             self._clear()
 
@@ -250,16 +246,14 @@ class SaveBest:
             return
         run, steps = self._run, self._run.steps
         path, state = self._file_of(steps), (run.model, run.params, run.averaged or {})
-        if path is None:
-            kept = Best(self._better.metric, value, steps, None, copied_weights(*state))
-        else:
+        if path is not None and self._writes:
             files.make_folder(path.parent)
             files.replace(path, functools.partial(tensors.write, tensors=weights_of(*state)))
-            kept = Best(self._better.metric, value, steps, path)
+        kept = Best(self._better.metric, value, steps, path, None if path else copied_weights(*state))
         ranked = sorted([*self.kept, kept], key=lambda item: (self._better.rank(item.value), item.steps))
         self.kept, gone = ranked[: self._keep], ranked[self._keep :]
         for item in gone:
-            if item.path is not None:
+            if item.path is not None and self._writes:
                 files.remove(item.path)
 
     def state(self) -> dict[str, Any]:

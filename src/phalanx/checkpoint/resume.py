@@ -17,7 +17,8 @@ from phalanx.checkpoint.saver import LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.checkpoint.tensors import states_in
 from phalanx.definition import checks
-from phalanx.definition.described import compare, described, made, options_of
+from phalanx.definition.described import compare, described, functions_of, made, options_of
+from phalanx.definition.evaluation import FUNCTIONS
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import changes, taking_over
 from phalanx.errors import SnapshotError, UsageError
@@ -254,7 +255,7 @@ def _spelled(beside: Sequence[Any]) -> dict[str, str]:
     """Options of evaluations and callbacks, by class; from the second of a class on, with a number."""
     texts: dict[str, str] = {}
     for item in beside:
-        options = options_of(item)
+        options = {**options_of(item), **functions_of(item, FUNCTIONS)}
         name = type(item).__name__
         count = len({path.partition(".")[0] for path in texts if path.partition(".")[0].split("-")[0] == name})
         texts |= {f"{name}{f'-{count + 1}' * bool(count)}.{option}": text for option, text in options.items()}

@@ -47,7 +47,7 @@ def as_batch(samples: Any, share: Share, collate: Callable[[Any], Any]) -> Any:
     """The samples that ``share.read`` returned, as a batch."""
     if isinstance(samples, Collated):
         return samples.batch
-    return samples if share.collated else collate(samples)
+    return samples if share.collated else (share.collate or collate)(samples)
 
 
 class BatchShares:
@@ -108,8 +108,11 @@ class BatchShares:
             Share(numbers[start:end], read, collated, origin) for start, end in share_bounds(len(numbers), replicas)
         ]
 
-    def chunks(self, data: Any, batch_size: int) -> Chunks:
-        """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are."""
+    def chunks(self, data: Any, batch_size: int, collate: Callable[[Any], Any] | None = None) -> Chunks:
+        """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are.
+
+        ``collate``: in place of the recipe's.
+        """
         source = self._opened(open_data(data, EVALUATION))
         size = 1 if self._definition.batch_size is None else batch_size
         seed, roots = self._definition.seed, {EVALUATION: data} if isinstance(source, Samples) and source.random else {}
@@ -117,22 +120,27 @@ class BatchShares:
         owned = {**self._definition.generators, **own}
         first = generators.FirstReadings(EVALUATION, owned, lambda: roots)
         read, collated = self._reader(
-            source, lambda index: generators.seed(evaluation_sample_key(seed, index), owned), first
+            source, lambda index: generators.seed(evaluation_sample_key(seed, index), owned), first, collate
         )
         if own:  # what the run's environment does not restore
             read = functools.partial(_restoring, read, own)
-        return Chunks(len(source), size, read, collated)
+        return Chunks(len(source), size, read, collated, collate)
 
     def _reader(
-        self, source: Source, seed: SeedSample, first: generators.FirstReadings | None = None
+        self,
+        source: Source,
+        seed: SeedSample,
+        first: generators.FirstReadings | None = None,
+        collate: Callable[[Any], Any] | None = None,
     ) -> tuple[Callable[[Indices], Any], bool]:
         """How a share of ``source`` is read, and whether that gives a batch or a list still to be collated."""
         one = self._definition.batch_size is None
-        if not one and isinstance(source, Columns) and self._definition.collate_fn is None:
+        collate = collate or self._definition.collate_fn
+        if not one and isinstance(source, Columns) and collate is None:
             return functools.partial(_rows_of, source), True
 
         random = isinstance(source, Samples) and source.random
-        changeable = one or self._definition.collate_fn is not None  # user code gets the samples themselves
+        changeable = one or collate is not None  # user code gets the samples themselves
         given = random or (changeable and isinstance(source, Samples))
 
         def read(indices: Indices) -> list[Any]:
@@ -238,6 +246,7 @@ class Chunks(Sequence[Share]):
     size: int
     read: Callable[[Indices], Any]
     collated: bool
+    collate: Callable[[Any], Any] | None
 
     def __len__(self) -> int:
         return -(-self.samples // self.size)
@@ -245,7 +254,7 @@ class Chunks(Sequence[Share]):
     def __getitem__(self, number: Any) -> Any:
         start = range(0, self.samples, self.size)[number]
         indices = np.arange(start, min(start + self.size, self.samples), dtype=np.int64)
-        return Share(indices, self.read, self.collated, EVALUATION)
+        return Share(indices, self.read, self.collated, EVALUATION, self.collate)
 
 
 def _unseeded(index: int) -> None:

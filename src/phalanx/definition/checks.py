@@ -5,6 +5,7 @@ A user who writes another library's name for an argument is told the name that i
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -14,7 +15,7 @@ import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,8 @@ import numpy as np
 from phalanx.errors import UsageError
 
 SHOWN_CHARACTERS = 80
+OUTLINED = 6  # entries of a container
+GIVEN = "output was"
 BETWEEN = ("phalanx", "contextlib", "functools", "typer", "click")  # packages that are not the caller's code
 Kind = TypeVar("Kind", bound=type)
 
@@ -31,6 +34,7 @@ HELD_OUT = "held-out data is evaluated: evaluation=phalanx.Evaluation(metric, da
 RUN_DIR = "it is called run_dir, an option of train(): where there are snapshots, the run goes on from the newest"
 DEVICES = "it is called devices, an option of train(): devices=['cuda']; never part of the answer"
 LOGS = "logs are callbacks: callbacks=[phalanx.callbacks.Log('csv')]"
+MODEL_LOSS = "it is called loss_fn: loss_fn(output, target), or loss_fn(model, batch) with loss_takes='model'"
 ARGUMENTS = {
     "learning_rate": "it is called lr (for the default optimizer; else give it to yours)",
     "max_epochs": "it is called epochs",
@@ -61,6 +65,9 @@ ARGUMENTS = {
     "log_dir": LOGS,
     "patience": "to stop early is a callback: callbacks=[phalanx.callbacks.EarlyStopping('loss', patience=3)]",
     "metrics": "they are evaluated: evaluation=phalanx.Evaluation(metrics, data)",
+    "compute_loss": MODEL_LOSS,
+    "training_step": MODEL_LOSS,
+    "mixup": "it is a loss of model and batch, with loss_takes='model': docs/cookbook.md",
     "compute_metrics": "they are evaluated: evaluation=phalanx.Evaluation(metrics, data), metrics of (output, target)",
     "val_dataloaders": HELD_OUT,
     "val_data": HELD_OUT,
@@ -104,6 +111,34 @@ def described(value: Any) -> str:
         kind = type(value).__name__.removesuffix("Impl")
         return f"a {kind} of shape {tuple(shape)} and {dtype}"
     return shown(value)
+
+
+def outline(value: Any) -> str:
+    """A tree of arrays by types, dtypes and shapes, as in "dict(x float32[8, 4])"."""
+    kind = type(value).__name__
+    if getattr(value, "shape", None) is not None and getattr(value, "dtype", None) is not None:
+        return f"{str(value.dtype).rpartition('.')[2]}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        parts = [f"{key} {outline(entry)}" for key, entry in value.items()]
+    elif isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", None) or [""] * len(value)
+        parts = [f"{name} {outline(entry)}".strip() for name, entry in zip(names, value, strict=True)]
+    else:
+        return kind
+    return f"{kind}({', '.join(parts[:OUTLINED] + ['...'] * (len(parts) > OUTLINED))})"
+
+
+@contextlib.contextmanager
+def noting(output: Any, target: Any, more: str = "") -> Iterator[None]:
+    """An error that is raised inside gets a note that tells what output and target were."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"{GIVEN} {outline(output)}, target was {outline(target)}; forward_fn=lambda model, batch: ... and "
+            f"target_fn=lambda batch: ... change them{more}"
+        )
+        raise
 
 
 def integer(name: str, value: Any, *, least: int, most: int | None = None, hint: str = "") -> int:

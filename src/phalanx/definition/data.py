@@ -36,12 +36,15 @@ class Share:
         What error messages call it: "data", "batch" or "evaluation data".
     collated : bool
         Whether ``read`` gives a batch, or a list of samples that is still to be collated.
+    collate : callable, optional
+        Collates them in place of the recipe's.
     """
 
     samples: Indices
     read: Callable[[Indices], Any]
     collated: bool
     origin: str
+    collate: Callable[[list[Any]], Any] | None = None
 
     def cut(self, parts: int) -> list[Share]:
         """At most ``parts`` shares of these samples, as ``numpy.array_split`` cuts them, none empty.
@@ -171,6 +174,12 @@ class Drawn:
     last: bool
 
 
+def spelled(error: Exception) -> str:
+    """What an error says, and which sample was being read, or what output and target were."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return f"{error}{next((f' ({note})' for note in notes if note.startswith((READING, checks.GIVEN))), '')}"
+
+
 def _read_already(samples: Any, _: Indices) -> Any:
     return samples
 
@@ -289,7 +298,7 @@ def leaves(tree: Any, name: str, *, lists: bool = False) -> Iterator[tuple[str, 
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``function`` to every leaf of a tree of tuples, named tuples, lists and dicts."""
+    """Apply ``function`` to every leaf of a tree of tuples, named tuples, lists and mappings, whose types stay."""
     if isinstance(tree, (tuple, list)):
         mapped = [map_tree(function, value) for value in tree]
         if isinstance(tree, list):
@@ -297,8 +306,32 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
         named = getattr(tree, "_make", None)
         return tuple(mapped) if named is None else named(mapped)
     if isinstance(tree, Mapping):
-        return {key: map_tree(function, value) for key, value in tree.items()}
+        return like(tree, {key: map_tree(function, value) for key, value in tree.items()})
     return function(tree)
+
+
+def like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A mapping of the same type with other entries; a dict where the type cannot be made of ``**entries``."""
+    kind: Any = type(mapping)
+    if kind is dict:
+        return entries
+    try:
+        rebuilt = kind(**entries)
+        return rebuilt if rebuilt.keys() == entries.keys() else entries
+    except (TypeError, ValueError, AttributeError):
+        return entries
+
+
+def is_pair(batch: Any) -> bool:
+    """Whether a batch is ``(x, y)``."""
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def target_of(batch: Any) -> Any:
+    """The target of a batch where no ``target_fn`` tells it."""
+    if is_pair(batch):
+        return batch[1]
+    return batch["labels"] if isinstance(batch, Mapping) and "labels" in batch else batch
 
 
 def _way_out(argument: str) -> str:

@@ -13,7 +13,7 @@ import dis
 import inspect
 import itertools
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
@@ -26,10 +26,12 @@ from phalanx.definition.reachable import MOST, held_by, installed, parts_of, rea
 FORMAT = 4
 CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn")
 OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
+PHASE = ("name", "chosen", "every", "loss_takes")
 ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # steps and epochs: a finished run can be extended
 MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes
 TOLD = 8  # differences of a kind that are listed
 GLOBAL, READS = " (its global ", "code "
+DIFFERENTLY = "reads differently"
 IDLE, JUMPS = ("NOP", "CACHE", "RESUME", "EXTENDED_ARG"), frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 HAVE_NAMES = (type, FunctionType, BuiltinFunctionType)
 
@@ -101,7 +103,8 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
         pythons = {side["python"].rpartition(".")[0] for side in versions}
         if len(pythons) == 1:  # another version has other bytecode
             comparison.hints += _between(mine["hints"], theirs["hints"])
-        comparison.hints += _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
+        beside = _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
+        comparison.hints += [text for text in beside if len(pythons) == 1 or not text.endswith(DIFFERENTLY)]
         return comparison
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError("its recipe has no form that is known") from error
@@ -136,13 +139,19 @@ def options_of(value: Any) -> dict[str, str]:
     return {name: plain(item) for name, item in options.items() if type(item) in PLAIN and item is not None}
 
 
+def functions_of(value: Any, names: Iterable[str]) -> dict[str, str]:
+    """What the functions lead to that an object keeps under these names, as hints of a recipe do."""
+    kept = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {path: text for name, root in kept.items() for path, text in _led_to(name, root, set())}
+
+
 def _fields(definition: Definition) -> dict[str, str]:
     """Plain fields of a recipe and of its phases."""
     names = [item.name for item in dataclasses.fields(Definition) if item.name not in ELSEWHERE]
     values = {name: repr(getattr(definition, name)) for name in names}
     values["schedule_every"] = repr(definition.schedule_every or "step")
     for number, phase in enumerate(definition.phases or ()):
-        values |= {f"phases[{number}].{name}": repr(getattr(phase, name)) for name in ("name", "chosen", "every")}
+        values |= {f"phases[{number}].{name}": repr(getattr(phase, name)) for name in PHASE}
     return values
 
 
@@ -238,5 +247,5 @@ def _words(name: str, one: str, other: str) -> str:
     if one == other:
         return f"{name} is another {one} here than there"
     if READS in (one[: len(READS)], other[: len(READS)]):
-        return f"{name} reads differently"
+        return f"{name} {DIFFERENTLY}"
     return f"{name} is {one} here, and {other} there"

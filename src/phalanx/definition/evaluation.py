@@ -11,28 +11,34 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from phalanx.definition import checks
+from phalanx.definition import checks, generators
 from phalanx.definition.checks import answering
-from phalanx.definition.data import is_array, leaves, map_tree, open_data
+from phalanx.definition.data import is_array, leaves, like, map_tree, open_data
 from phalanx.errors import UsageError
 from phalanx.plan.fold import fold_values
 
 Home = Callable[[Any], Any]  # copies a leaf of an output into host memory
 EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"
+OWN = " (Evaluation takes its own, and collate_fn)"
 OBJECT = ("update", "compute", "reset")  # methods of a metric object that keeps a state
 DEFAULT_BATCH = 256
+FUNCTIONS = {
+    "forward_fn": "lambda model, batch: model(batch[0])",
+    "target_fn": "lambda batch: batch['label']",
+    "collate_fn": "lambda samples: ...",
+}
 
 
 def joined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> Any:
-    """Join the outputs of all chunks into those of one batch: a tree of arrays with a row for each sample.
+    """Join the outputs of all chunks into those of one batch: a tree of the same types, with a row for each sample.
 
-    Entries of a dict without a row for each sample (a loss, a cache) are left out.
+    Entries of a mapping without a row for each sample (a loss, a cache) are left out; of a named tuple they are None.
 
     Raises
     ------
@@ -46,10 +52,13 @@ def joined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> Any:
             for key, value in first.items()
             if _has_rows(value, samples[0]) and (samples[0] > 1 or key != "loss")
         }
-        return {key: joined(column, samples, f"{name}[{key!r}]") for key, column in rows.items()}
+        return like(first, {key: joined(column, samples, f"{name}[{key!r}]") for key, column in rows.items()})
+    if named := getattr(first, "_asdict", None):
+        rows = joined([output._asdict() for output in outputs], samples, name)
+        return type(first)(**(dict.fromkeys(named()) | rows))
     if isinstance(first, (tuple, list)):
         columns = zip(*outputs, strict=True)
-        return tuple(joined(column, samples, f"{name}[{number}]") for number, column in enumerate(columns))
+        return type(first)([joined(column, samples, f"{name}[{number}]") for number, column in enumerate(columns)])
     if not is_array(first) or not _has_rows(first, samples[0]):
         raise UsageError(
             f"{name} is {checks.described(first)} for {samples[0]} samples, which has no row for each; pass "
@@ -217,7 +226,9 @@ class whole(Predictions):  # noqa: N801  used as a function
         """The function's value."""
         pairs, samples = zip(*readings, strict=True)
         outputs, targets = zip(*pairs, strict=True)
-        return _numbers(self._function(joined(outputs, samples, "output"), joined(targets, samples, "target")))
+        output, target = joined(outputs, samples, "output"), joined(targets, samples, "target")
+        with checks.noting(output, target, OWN):
+            return _numbers(self._function(output, target))
 
 
 class Metrics:
@@ -227,7 +238,7 @@ class Metrics:
     ----------
     metric_fn : callable, metric object, or list or dict of them
         Named by key, else by ``__name__`` or the class.
-    forward_fn : callable, optional
+    forward_fn, target_fn, collate_fn : callable, optional
         In place of the recipe's.
     targets : bool, default True
         Whether targets are looked at.
@@ -244,20 +255,38 @@ class Metrics:
         self,
         metric_fn: Any,
         forward_fn: Callable[..., Any] | None = None,
+        target_fn: Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
         *,
         targets: bool = True,
         single: bool = False,
     ) -> None:
-        self.forward_fn = forward_fn
+        if single and collate_fn is not None:
+            raise UsageError(
+                "collate_fn of an evaluation is given, but the recipe's batch_size is None, which hands samples over "
+                "as they are; drop one"
+            )
+        self.forward_fn, self.target_fn, self.collate_fn = forward_fn, target_fn, collate_fn
         self.targets = targets
         self._single = single
         self._metrics = _named(metric_fn)
+
+    @functools.cached_property
+    def generators(self) -> generators.Owned:
+        """Random generators that its functions own."""
+        return generators.find({"evaluation": (self.forward_fn, self.target_fn, self.collate_fn, self._metrics)})
+
+    @property
+    def names(self) -> dict[str, bool]:
+        """The metrics' names, and whether each is the whole name: objects may compute several values."""
+        return {name: isinstance(metric, Mean) for name, metric in self._metrics.items()}
 
     def see(self, output: Any, target: Any, home: Home) -> list[Any]:
         """What each metric sees of a chunk."""
         if self._single:
             home = functools.partial(_with_axis, home)
-        return [metric.see(output, target, home) for metric in self._metrics.values()]
+        with checks.noting(output, target, OWN):
+            return [metric.see(output, target, home) for metric in self._metrics.values()]
 
     def read(self, values: Sequence[Any], samples: int) -> list[Any]:
         """What each metric reads of what it saw; waits for devices."""
@@ -357,6 +386,9 @@ class Evaluation:
         Due after every so many steps instead.
     name : str, optional
         Put before the metrics' names, as in "test/accuracy": for several evaluations.
+    forward_fn, target_fn, collate_fn : callable, optional
+        For this evaluation, in place of the recipe's. For jax, ``forward_fn`` is called with what ``make_model``
+        returned, and x. tinygrad refuses ``forward_fn``.
 
     Raises
     ------
@@ -370,12 +402,26 @@ class Evaluation:
     every_epochs: int = 1
     every_steps: int | None = None
     name: str = ""
+    forward_fn: Callable[..., Any] | None = None
+    target_fn: Callable[..., Any] | None = None
+    collate_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        check_evaluation(self.metric_fn, self.data, self.batch_size)
+        self.metrics(single=False)
+        check_samples(self.data, self.batch_size)
+        for name, example in FUNCTIONS.items():
+            checks.function(f"{name} of an evaluation", getattr(self, name), f"{name}={example}")
         checks.integer("every_epochs", self.every_epochs, least=1)
         if self.every_steps is not None:
             checks.integer("every_steps", self.every_steps, least=1)
+
+    def metrics(self, *, single: bool) -> Metrics:
+        """Its metrics; ``single``: the recipe hands samples over as they are."""
+        return Metrics(self.metric_fn, self.forward_fn, self.target_fn, self.collate_fn, single=single)
+
+    def full(self, metric: str) -> str:
+        """The name of a metric in results and reports."""
+        return f"{self.name}/{metric}" if self.name else metric
 
     def is_due(self, steps: int, epoch: int, *, epoch_ended: bool) -> bool:
         """Whether it is due after so many steps, of which the last was of this epoch."""
@@ -388,11 +434,31 @@ class Evaluation:
         return self.every_epochs * steps_per_epoch if self.every_steps is None else self.every_steps
 
 
-def check_evaluation(metric_fn: Any, data: Any, batch_size: Any) -> None:
+def check_samples(data: Any, batch_size: Any) -> None:
     """Refuse what cannot be evaluated, before anything is computed."""
-    Metrics(metric_fn)
     open_data(data, "evaluation data")
     checks.integer("batch_size", batch_size, least=1)
+
+
+def meant(metric: str, names: Iterable[str]) -> str | None:
+    """The name that ``metric`` means: itself, or the only one that ends in it, as "f1" means "test/f1".
+
+    Raises
+    ------
+    UsageError
+        Several end in it.
+    """
+    known = list(names)
+    ending = [metric] if metric in known else [name for name in known if name.endswith(f"/{metric}")]
+    if len(ending) > 1:
+        raise UsageError(f"metric {metric!r} may be {' or '.join(ending)}; name one of them in full")
+    return ending[0] if ending else None
+
+
+def check_metric(argument: str, metric: str, names: Mapping[str, bool]) -> None:
+    """Refuse a metric that no evaluation has; ``names``: those that are known, and whether each is a whole name."""
+    if meant(metric, names) is None and all(names.values()):
+        raise UsageError(f"{argument} is {metric!r}, but what is evaluated is {', '.join(names)}; name one of those")
 
 
 def listed_evaluations(evaluation: Any) -> tuple[Evaluation, ...]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -36,8 +35,7 @@ class Phase:
     Parameters
     ----------
     loss_fn : callable
-        ``loss_fn(model, batch)``, if its first parameter is called ``model``; else as the recipe's,
-        ``loss_fn(output, target)``. Returns the mean loss over the share, or (mean loss, weight).
+        As the recipe's: returns the mean loss over the share, or (mean loss, weight).
     parameters : str or sequence of str, optional
         Names of modules or parameters of the model: those that this phase updates. By default all. Others get no
         gradient in it.
@@ -49,6 +47,8 @@ class Phase:
         As the recipe's, for this phase's optimizer; stepped once an update.
     name : str, optional
         In reports; by default ``parameters``, where that is one name, else "phase 0" and so on.
+    loss_takes : "output" or "model"
+        "output": ``loss_fn(output, target)``, after one forward pass; "model": ``loss_fn(model, batch)``.
     """
 
     loss_fn: Callable[..., Any]
@@ -57,12 +57,14 @@ class Phase:
     every: int = 1
     scheduler: Callable[..., Any] | None = None
     name: str = ""
+    loss_takes: str = "output"
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
             raise UsageError(
                 f"loss_fn of a phase is {checks.shown(self.loss_fn)}; it must be callable, as in {EXAMPLE}"
             )
+        check_takes(self.loss_fn, self.loss_takes)
         checks.optimizer("optimizer of a phase", self.optimizer, "optimizer=make_optimizer")
         checks.function("scheduler of a phase", self.scheduler, "scheduler=lambda opt: ...")
         object.__setattr__(self, "every", checks.integer("every of a phase", self.every, least=1))
@@ -80,19 +82,20 @@ class Phase:
             return None
         return [self.parameters] if isinstance(self.parameters, str) else list(self.parameters)
 
-    @property
-    def takes_model(self) -> bool:
-        """Whether its loss is called with model and batch."""
-        try:
-            first = next(iter(inspect.signature(self.loss_fn).parameters), "")
-        except (TypeError, ValueError):  # written in C, or without a signature
-            return False
-        return first == "model"
-
     def covers(self, parameter: str) -> bool:
         """Whether it updates the parameter of this name."""
         names = self.chosen
         return names is None or any(parameter == name or parameter.startswith(f"{name}.") for name in names)
+
+
+def check_takes(loss_fn: Any, loss_takes: Any) -> None:
+    """Refuse a ``loss_takes`` that is not known, or that is not how the loss names its parameters."""
+    checks.choice("loss_takes", loss_takes, ("output", "model"))
+    if loss_takes == "output" and checks.takes(loss_fn, "model", required=True):
+        raise UsageError(
+            "loss_fn has a parameter called model, but loss_takes is 'output', which calls loss_fn(output, target); "
+            "pass loss_takes='model' for loss_fn(model, batch), else rename the parameter"
+        )
 
 
 def checked_phases(phases: Any, instead: dict[str, Any]) -> tuple[Phase, ...]:
@@ -184,13 +187,16 @@ class Definition:
     modes: str = "train"
     micro_batches: int = 1
     phases: Sequence[Phase] | None = None
+    loss_takes: str = "output"
 
     def __post_init__(self) -> None:
         self._check_functions()
         self._check_numbers()
         if self.phases is not None:
             names = ("loss_fn", "optimizer", "scheduler", "schedule_every")
-            phases = checked_phases(self.phases, {name: getattr(self, name) for name in names})
+            instead = {name: getattr(self, name) for name in names}
+            instead["loss_takes"] = None if self.loss_takes == "output" else self.loss_takes
+            phases = checked_phases(self.phases, instead)
             object.__setattr__(self, "phases", phases)
         if self.data is None:
             if self.steps is not None or self.epochs is not None:
@@ -296,6 +302,9 @@ class Definition:
                 "a model"
             )
         checks.function("loss_fn", self.loss_fn, "loss_fn=torch.nn.functional.cross_entropy")
+        check_takes(self.loss_fn, self.loss_takes)
+        if self.loss_takes == "model" and self.loss_fn is None and self.phases is None:
+            raise UsageError("loss_takes is 'model', but there is no loss_fn; pass loss_fn=lambda model, batch: ...")
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise UsageError(f"loss_fn is the class {name}; pass an instance: loss_fn={name}()")

@@ -112,7 +112,7 @@ class Inline:
         begun: deque[Measurement] = deque()  # one per device, where there are several
         most = 1 if self._lanes is None else len(self._lanes.placement.blocks)
         with self.environment:
-            for chunk, share in enumerate(self._dealer.chunks(data, batch_size)):
+            for chunk, share in enumerate(self._dealer.chunks(data, batch_size, metrics.collate_fn)):
                 interrupts.check()
                 begun.append(measure(self._framework, metrics, evaluation_key(seed, chunk), share, weights))
                 if len(begun) == most:

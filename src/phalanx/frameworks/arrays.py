@@ -20,7 +20,7 @@ import numpy as np
 
 from phalanx.definition import checks, generators
 from phalanx.definition.batches import as_batch
-from phalanx.definition.data import Columns, Samples, Share, Source
+from phalanx.definition.data import Columns, Samples, Share, Source, is_pair, target_of
 from phalanx.definition.digest import Entry
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
@@ -34,6 +34,7 @@ from phalanx.seams.records import CODES, STATE_DICT, Captured, Computed, Measure
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
+LOSS_TAKES = "which is for torch; leave it out, and let forward_fn return the loss itself, with loss_fn=None"
 OPTIMIZER = "optimizer."  # before the names of its arrays in a snapshot
 FRAMEWORK, ENVIRONMENT = "framework", "environment"
 NUMBERLESS = "OSUmM"  # numpy's kinds of objects, bytes, text and dates
@@ -258,14 +259,11 @@ class Functions:
 
     def input(self, batch: Any) -> Any:
         """What ``forward_fn`` gets of a batch."""
-        return batch[0] if _is_pair(batch) and self.definition.loss_fn is not None else batch
+        return batch[0] if is_pair(batch) and self.definition.loss_fn is not None else batch
 
-    def target(self, batch: Any) -> Any:
-        """The target for a batch."""
-        target_fn = self.definition.target_fn
-        if target_fn is not None:
-            return target_fn(batch)
-        return batch[1] if _is_pair(batch) else batch
+    def target(self, batch: Any, target_fn: Callable[..., Any] | None = None) -> Any:
+        """The target for a batch; ``target_fn``: in place of the recipe's."""
+        return (target_fn or self.definition.target_fn or target_of)(batch)
 
     def loss(self, output: Any, batch: Any) -> tuple[Any, Any]:
         """The loss, and the weight returned with it, or None.
@@ -276,7 +274,12 @@ class Functions:
             The loss is no real scalar.
         """
         loss_fn = self.definition.loss_fn
-        value: Any = getattr(output, "loss", output) if loss_fn is None else loss_fn(output, self.target(batch))
+        if loss_fn is None:
+            value = getattr(output, "loss", output)
+        else:
+            target = self.target(batch)
+            with checks.noting(output, target):
+                value = loss_fn(output, target)
         pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         loss, weight = pair
         if not isinstance(loss, self.kind):
@@ -319,7 +322,7 @@ def refuse(definition: Definition, ways: Mapping[str, str]) -> None:
     """
     for name, way in ways.items():
         value = getattr(definition, name)
-        if value not in (None, 1):
+        if value not in (None, 1, "output"):
             raise UsageError(f"{name} is {repr(value) if isinstance(value, (int, str)) else 'given'}, {way}")
 
 
@@ -343,10 +346,6 @@ def check_leaf(name: str, leaf: Any, array: np.ndarray, *, double: bool, refused
             f"{name} is {array.dtype}, but the model's parameters are not; dtypes are never changed behind your back: "
             "convert it with .astype(numpy.float32)"
         )
-
-
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
 def _column(array: Any) -> np.ndarray:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from phalanx.definition.batches import Unchanged
-from phalanx.definition.evaluation import Evaluation, Metrics, Predictions
+from phalanx.definition.data import spelled
+from phalanx.definition.evaluation import Evaluation, Metrics, Predictions, check_metric, meant
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Dealer
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
@@ -46,6 +47,8 @@ class Loop:
     first : callable, optional
         Checks the first step, and the batch that was brought for it, before observers are told of it; may refuse
         the run.
+    waiting : sequence of (str, str)
+        Arguments that name a metric, and its name.
     """
 
     def __init__(
@@ -56,13 +59,15 @@ class Loop:
         observers: Sequence[Observer],
         supply: Dealer | None = None,
         first: Callable[[StepReport, Any], None] | None = None,
+        waiting: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._supply = supply
         self._first, self._first_batch = first, None
         self.refused = False
         self._definition = definition
         self._engine = engine
-        self._evaluations = tuple(evaluations)
+        self._evaluations = self._unseen = tuple(evaluations)
+        self._waiting, self._names = waiting, dict[str, bool]()
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._heard = 0  # incidents that the observers have heard of
@@ -249,6 +254,7 @@ class Loop:
                 yield Again(functools.partial(self._evaluate_into, values, due))
         if not values:
             return
+        yield self._check_waiting
         self._report = report._replace(metric=next(iter(values.values())), metrics=values)
         for observer in self._observers:
             yield functools.partial(observer.evaluated, values)
@@ -256,19 +262,30 @@ class Loop:
             yield Again(functools.partial(self._schedule, values, epoch))
 
     def _evaluate_into(self, values: dict[str, float], due: Evaluation) -> None:
-        values |= self.evaluate(due.metric_fn, due.data, due.batch_size, due.name)
+        values |= self.evaluate(due)
+        self._unseen = tuple(each for each in self._unseen if each is not due)
+        self._names |= dict.fromkeys(values, True)
+
+    def _check_waiting(self) -> None:
+        """Refuse names of metrics that no evaluation has, once each has told its names."""
+        if not self._unseen:
+            waiting, self._waiting = self._waiting, ()
+            for argument, metric in waiting:
+                check_metric(argument, metric, self._names)
 
     def _schedule(self, values: dict[str, float], epoch: int) -> None:
-        name = self._definition.schedule_on
-        if name not in values:
-            raise UsageError(f"schedule_on is {name!r}, but what was evaluated is {', '.join(values)}; name one")
+        metric = self._definition.schedule_on
+        assert metric is not None, "who asks has looked"
+        name = meant(metric, values)
+        if name is None:
+            raise UsageError(f"schedule_on is {metric!r}, but what was evaluated is {', '.join(values)}; name one")
         self._engine.schedule(values[name], epoch)
 
-    def evaluate(self, metric_fn: Any, data: Any, batch_size: int, name: str = "") -> dict[str, float]:
-        """Evaluate the current state, or averaged weights if there are; record values as ``name``/metric."""
-        single = self._definition.batch_size is None
-        values = self._measured(Metrics(metric_fn, single=single), data, batch_size)
-        named = {f"{name}/{metric}" if name else metric: value for metric, value in values.items()}
+    def evaluate(self, due: Evaluation) -> dict[str, float]:
+        """Evaluate the current state, or averaged weights if there are; record values by their full names."""
+        metrics = due.metrics(single=self._definition.batch_size is None)
+        values = self._measured(metrics, due.data, due.batch_size)
+        named = {due.full(metric): value for metric, value in values.items()}
         self._engine.run_state.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
         return named
 
@@ -307,7 +324,7 @@ class Loop:
         except PhalanxError:
             raise
         except Exception as error:
-            message = f"{type(error).__name__} in user code while evaluating all samples: {error}"
+            message = f"{type(error).__name__} in user code while evaluating all samples: {spelled(error)}"
             raise WorkerError(message) from error
 
     def _horizon(self) -> int:

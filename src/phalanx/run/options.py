@@ -14,7 +14,7 @@ from phalanx.checkpoint.named import checked_source
 from phalanx.checkpoint.resume import ANYWAY
 from phalanx.definition import checks
 from phalanx.definition.checks import ARGUMENTS, answer
-from phalanx.definition.evaluation import Evaluation, listed_evaluations
+from phalanx.definition.evaluation import Evaluation, check_metric, listed_evaluations
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.run.observers import checked_callbacks
@@ -84,16 +84,19 @@ def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str
 
 
 def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
-    """Refuse evaluations without epochs, and callbacks or a schedule that wait for an evaluation that is missing."""
+    """Refuse evaluations without epochs, and callbacks or a schedule that wait for a metric that is not evaluated.
+
+    Notes who waits for which: objects tell the names of what they compute only in an evaluation.
+    """
     if settled.max_seconds is not None and definition.data is None:
         raise UsageError(
             f"max_seconds is {settled.max_seconds:.10g}, but data is None: you bring the batches, so stop bringing them"
         )
     if settled.evaluation and definition.data is None:
         raise UsageError("evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself")
-    waiting = [item for item in settled.callbacks if getattr(item, "waits_for", None)]
+    waiting = [(type(item).__name__, item.waits_for) for item in settled.callbacks if getattr(item, "waits_for", None)]
     if waiting and not settled.evaluation:
-        name, metric = type(waiting[0]).__name__, waiting[0].waits_for
+        name, metric = waiting[0]
         raise UsageError(
             f"callbacks has {name}({metric!r}), but nothing is evaluated, so that it would never be told a value; pass "
             f"evaluation=phalanx.Evaluation({{{metric!r}: ...}}, data)"
@@ -102,6 +105,12 @@ def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
         raise UsageError(
             f"schedule_on is {definition.schedule_on!r}, but nothing is evaluated; pass evaluation=Evaluation(...)"
         )
+    settled.waiting = [(f"metric of {name}", metric) for name, metric in waiting]
+    settled.waiting += [("schedule_on", definition.schedule_on)] * (definition.schedule_on is not None)
+    metrics = [(each, each.metrics(single=definition.batch_size is None)) for each in settled.evaluation]
+    names = {each.full(name): whole for each, listed in metrics for name, whole in listed.names.items()}
+    for argument, metric in settled.waiting:
+        check_metric(argument, metric, names)
 
 
 def _check_engine(settled: SimpleNamespace, replicas: int) -> None:

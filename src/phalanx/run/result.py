@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.tensors import weights_of, write_file
-from phalanx.definition.evaluation import DEFAULT_BATCH, Predictions, check_evaluation
+from phalanx.definition.evaluation import DEFAULT_BATCH, check_samples
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.seams import Engine
@@ -121,7 +121,7 @@ class Result:
         """
         if self.predictor is None:
             raise UsageError("predict() needs the recipe, which this result does not have; call run.predict(data)")
-        check_evaluation(Predictions(), data, batch_size)
+        check_samples(data, batch_size)
         return self.predictor(self.model, self.averaged, data, batch_size, forward_fn)
 
     def save(self, path: Any, *, averaged: bool = False) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.checkpoint.saver import Saver, holds, write_apart
 from phalanx.definition import checks
-from phalanx.definition.evaluation import DEFAULT_BATCH, Predictions, check_evaluation
+from phalanx.definition.evaluation import DEFAULT_BATCH, Evaluation, check_samples
 from phalanx.definition.fields import Definition
 from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.run.loop import Loop
@@ -38,6 +38,7 @@ class Run:
         turn: Turns,
         called: float,
         predictor: Callable[..., Any] | None = None,
+        kept_in: pathlib.Path | None = None,
     ) -> None:
         self._definition = definition
         self._engine = engine
@@ -46,6 +47,7 @@ class Run:
         self._terminated, self._closed = "", False
         self._given: set[Callable[[], object]] = set()  # checks of exported models, which the caller may change
         self._times, self._predictor = (called, time.perf_counter()), predictor
+        self.kept_in = kept_in  # run_dir, in processes that do not write to it, too
         self._watched = True  # whether the caller may look at the state after each step
         self.turn, self.metric_history = turn, engine.run_state.evaluated
 
@@ -189,7 +191,7 @@ class Run:
         return self._advance(batch).loss
 
     @verb
-    def evaluate(self, metric_fn: Any, data: Any, batch_size: int = DEFAULT_BATCH) -> Any:
+    def evaluate(self, metric_fn: Any, data: Any, batch_size: int = DEFAULT_BATCH, **functions: Any) -> Any:
         """Evaluate the current state in evaluation mode: exact, nothing padded, nothing counted twice.
 
         Modes, generators and buffers are afterwards as they were before. With callbacks.EMA, the averaged weights.
@@ -197,7 +199,7 @@ class Run:
         Parameters
         ----------
         metric_fn, data, batch_size
-            As in ``Evaluation``.
+            As in ``Evaluation``; also ``forward_fn``, ``target_fn`` and ``collate_fn``.
 
         Returns
         -------
@@ -212,9 +214,9 @@ class Run:
         """
         self._check_open()
         self._complete()
-        check_evaluation(metric_fn, data, batch_size)
+        evaluation = Evaluation(metric_fn, data, batch_size, **functions)
         with self._handed_over():
-            values = self._loop.evaluate(metric_fn, data, batch_size)
+            values = self._loop.evaluate(evaluation)
         return values if isinstance(metric_fn, (dict, list, tuple)) or len(values) > 1 else next(iter(values.values()))
 
     @verb
@@ -234,7 +236,7 @@ class Run:
             A row for each sample, in their order, on the CPU; an output without rows is a UsageError.
         """
         self._check_open()
-        check_evaluation(Predictions(), data, batch_size)
+        check_samples(data, batch_size)
         with self._handed_over():
             return self._loop.predict(data, batch_size, forward_fn)
 

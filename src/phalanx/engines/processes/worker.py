@@ -239,7 +239,7 @@ class Worker:
 
     def _evaluate(self, metric_fn: Metrics, data: Any, batch_size: int, weights: Weights | None) -> list[Any]:
         """Measure this worker's block of chunks."""
-        shares = self._dealer.chunks(data, batch_size)
+        shares = self._dealer.chunks(data, batch_size, metric_fn.collate_fn)
         start, end = share_bounds(len(shares), self._placement.workers)[self._number]
         seed = self._definition.seed
         measured: list[Any] = []

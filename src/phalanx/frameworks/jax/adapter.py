@@ -16,7 +16,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient, settled
-from phalanx.frameworks.arrays import ArrayFramework, Blocks, State, refuse
+from phalanx.frameworks.arrays import LOSS_TAKES, ArrayFramework, Blocks, State, refuse
 from phalanx.frameworks.jax import forward
 from phalanx.frameworks.jax.environment import arithmetic_on, check_threads, compiling, devices_of, recorded
 from phalanx.frameworks.jax.environment import available as available
@@ -31,6 +31,7 @@ from phalanx.seams.records import Computed, Exported, Watch, Weights
 REFUSED = {
     "phases": "but make_model returned a tree of jax arrays, and phases are for torch in this version; let one "
     "optimizer update all: optax.multi_transform, over the sum of losses with jax.lax.stop_gradient",
+    "loss_takes": LOSS_TAKES,
     "precision": "which is torch's autocast; make jax parameters of that dtype in make_model, or convert them in "
     "forward_fn, and leave precision out",
     "scheduler": "but a jax recipe has its schedule in the optimizer: leave it out, as in "
@@ -135,8 +136,9 @@ class Jax(ArrayFramework):
         if metrics.forward_fn is None:
             output = self._forward.output(params, samples, self._state.buffers)
         else:
-            output = metrics.forward_fn(self._whole(params), samples)
-        return metrics.see(output, self._forward.target(samples) if metrics.targets else None, _home)
+            output = metrics.forward_fn(self._whole(params), self._forward.input(samples))
+        target = self._forward.target(samples, metrics.target_fn) if metrics.targets else None
+        return metrics.see(output, target, _home)
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """Containers are the caller's own, arrays cannot be written."""

@@ -18,7 +18,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient, settled
-from phalanx.frameworks.arrays import Anew, ArrayFramework, Blocks, State, refuse
+from phalanx.frameworks.arrays import LOSS_TAKES, Anew, ArrayFramework, Blocks, State, refuse
 from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.tinygrad.devices import available as available
 from phalanx.frameworks.tinygrad.devices import devices_of, recorded, settings
@@ -33,6 +33,7 @@ REFUSED = {
     "micro_batches": f"{ELSEWHERE} or jax",
     "scheduler": "but in a recipe with tinygrad the optimizer has its schedule: leave it out, and assign to self.lr in "
     "schedule_step of a subclass",
+    "loss_takes": LOSS_TAKES,
     "precision": "but tinygrad has no autocast: leave it out, and cast in forward",
 }
 
@@ -93,11 +94,12 @@ class Tinygrad(ArrayFramework):
         """What the metrics say, with TRAINING off."""
         if weights is not None or metrics.forward_fn is not None:
             raise UsageError(
-                "averaged weights (callbacks.EMA) and forward_fn in predict() are for torch and jax: programs of "
-                "tinygrad are captured with the recipe's own; leave them out"
+                "averaged weights (callbacks.EMA), and forward_fn in predict() and evaluations, are for torch and jax: "
+                "programs of tinygrad are captured with the recipe's own; leave them out"
             )
         with Context(TRAINING=0):
-            output, target = self._lanes[0].output(self.batch(key, share), key, self._starts)
+            batch = self.batch(key, share)
+            output, target = self._lanes[0].output(batch, key, self._starts, metrics.target_fn)
             generators.seed(key, self.definition.generators)  # a trace may have drawn
             return numbers(metrics.see(output, target if metrics.targets else None, _home))
 

@@ -118,12 +118,14 @@ class Lane:
         weight = self._forward.weight(gradient.pop() if len(gradient) > len(self.params) else constants["weight"])
         return Computed(float(loss), weight, None if weight == 0 else gradient, list(buffers))
 
-    def output(self, batch: Batch, key: int, starts: Sequence[np.ndarray]) -> tuple[Any, Any]:
+    def output(
+        self, batch: Batch, key: int, starts: Sequence[np.ndarray], target_fn: Callable[..., Any] | None = None
+    ) -> tuple[Any, Any]:
         """The output for a batch and its target, in an evaluation; in memory of their own."""
         program = self._prepared("output", batch, key, starts)
         with Context(TRAINING=0):
             output = program.run()
-        target = self._forward.target(batch.rebuilt(program.inputs))
+        target = self._forward.target(batch.rebuilt(program.inputs), target_fn)
         return map_tree(self._copied, output), map_tree(self._copied, target)
 
     def _copied(self, leaf: Any) -> Any:

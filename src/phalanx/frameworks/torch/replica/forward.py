@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from phalanx.definition import checks
-from phalanx.definition.data import leaves, map_tree
+from phalanx.definition.data import is_pair, leaves, map_tree, target_of
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition, Phase
 from phalanx.errors import UsageError
@@ -26,6 +26,7 @@ from phalanx.frameworks.torch.environment import autocast
 from phalanx.seams.records import Watch
 
 IGNORED = -100
+TAKES_MODEL = "; loss_takes='model' calls loss_fn(model, batch) instead (docs/cookbook.md has Mixup)"
 TOLERANCE = 0.05  # relative: beside the mean there may be a small loss of another kind
 LOOKS = 64
 WRAPPED = "Wrap it: phalanx.weighted(loss_fn, count)"
@@ -64,7 +65,7 @@ class Forward:
         phase: Phase | None = None,
     ) -> None:
         self._loss_fn: Callable[..., Any] | None = definition.loss_fn if phase is None else phase.loss_fn
-        self._takes_model = phase is not None and phase.takes_model
+        self._takes_model = (definition if phase is None else phase).loss_takes == "model"
         check_stateless(self._loss_fn)
         self._definition = definition
         self._model = model
@@ -79,7 +80,7 @@ class Forward:
         if forward_fn is not None:
             return forward_fn(self._model, batch)
         try:
-            if _is_pair(batch):
+            if is_pair(batch):
                 return self._model(self._input(batch[0], f"{origin}[0]"))
             if isinstance(batch, Mapping):
                 return self._model(**{name: self._input(value, f"{origin}[{name!r}]") for name, value in batch.items()})
@@ -91,12 +92,10 @@ class Forward:
             )
             raise
 
-    def target(self, batch: Any) -> Any:
-        """The target for ``batch``."""
-        target_fn = self._definition.target_fn
-        if target_fn is not None:
-            return target_fn(batch)
-        return self._tensor(batch[1] if _is_pair(batch) else batch)
+    def target(self, batch: Any, target_fn: Callable[..., Any] | None = None) -> Any:
+        """The target for ``batch``; ``target_fn``: in place of the recipe's."""
+        target_fn = target_fn or self._definition.target_fn
+        return self._tensor(target_of(batch)) if target_fn is None else target_fn(batch)
 
     def loss(self, batch: Any, origin: str, watch: Watch | None = None) -> tuple[torch.Tensor, Any]:
         """The scalar loss of ``batch``, and the weight that was returned with it, if one was."""
@@ -105,30 +104,34 @@ class Forward:
         else:
             with autocast(self._device, self._definition.precision):
                 value = self._loss(batch, origin, watch)
-        loss, weight = _split(value)
+        name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
+        loss, weight = _split(name, value)
         if weight is None and self._tokens is not None:
             weight = self._tokens.weight(value, loss, batch)
-        name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         self._check_loss(name, loss, batch, origin)
         if self._later and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
             return loss, Unread(name, weight)
         return loss, None if weight is None else checks.weight(name, weight)
 
     def _loss(self, batch: Any, origin: str, watch: Watch | None) -> Any:
+        loss_fn = self._loss_fn
         if self._takes_model:
-            assert self._loss_fn is not None
-            return self._loss_fn(self._model, self.to_device(batch))
+            assert loss_fn is not None, "a recipe refuses that"
+            return loss_fn(self._model, self.to_device(batch))
         output = self.output(batch, origin)
         if watch is not None:
             watch.told("output", "", output)
-        loss_fn = self._loss_fn
-        return output if loss_fn is None else loss_fn(output, self.target(batch))
+        if loss_fn is None:
+            return output
+        target = self.target(batch)
+        with checks.noting(output, target, TAKES_MODEL):
+            return loss_fn(output, target)
 
     def evaluated(self, metrics: Metrics, batch: Any, origin: str) -> list[Any]:
         """What metrics see of the model's output and target for ``batch``."""
         with autocast(self._device, self._definition.precision):
             output = self.output(batch, origin, metrics.forward_fn)
-        return metrics.see(output, self.target(batch) if metrics.targets else None, _home)
+        return metrics.see(output, self.target(batch, metrics.target_fn) if metrics.targets else None, _home)
 
     def to_device(self, batch: Any) -> Any:
         """``batch`` with its tensors on the model's device."""
@@ -203,18 +206,18 @@ def as_tensors(value: Any) -> Any:
     return value
 
 
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, (tuple, list)) and len(batch) == 2
-
-
-def _split(value: Any) -> tuple[Any, Any]:
+def _split(name: str, value: Any) -> tuple[Any, Any]:
     """(loss, weight or None) of a bare loss, a (loss, weight) pair, or an output object that carries ``.loss``."""
     if isinstance(value, torch.Tensor):
         return value, None
     if isinstance(value, tuple):
         return value if len(value) == 2 else (value, None)
     if isinstance(value, Mapping):
-        return value.get("loss"), None
+        if value.get("loss") is None:
+            way = "" if name == "loss_fn" else "pass loss_fn=, or give the batch the labels that the model needs, or "
+            got = f"{name} returned {checks.outline(value)}, which has no 'loss'"
+            raise UsageError(f"{got}; {way}return the mean loss as 'loss'")
+        return value["loss"], None
     return getattr(value, "loss", value), None
 
 
