@@ -237,7 +237,7 @@ class Loop:
         steps, epoch = report.step + 1, report.epoch
         assert epoch is not None, "who asks has looked"
         if self._supply is None:
-            epoch_ended = steps % self._definition.plan.steps_per_epoch == 0
+            epoch_ended = self._definition.epoch_ended(steps) > 0
             finished = steps == self._definition.total
         else:
             epoch_ended, finished = self._supply.epochs(steps) > epoch, self.finished
@@ -314,8 +314,7 @@ class Loop:
         """How many steps may be done before somebody looks at the state."""
         plan = self._definition.plan
         limits = [plan.steps, *[observer.horizon(self.steps) for observer in self._observers]]
-        periods = [due.period(plan.steps_per_epoch) for due in self._evaluations]
-        return min([*limits, *((self.steps // period + 1) * period for period in periods)])
+        return min([*limits, *(due.following(self.steps, plan) for due in self._evaluations)])
 
     def _tell_incidents(self) -> None:
         incidents = self._engine.run_state.incidents

@@ -19,7 +19,7 @@ from torch.nn.modules import module
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from phalanx.definition import generators
-from phalanx.definition.fields import Definition, Phase
+from phalanx.definition.fields import SAMPLING, Definition, Phase
 from phalanx.definition.plain import check_like, is_flag
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import FOREACH, Gradient
@@ -256,7 +256,7 @@ def covered(phase: Phase, named: Named, model: torch.nn.Module) -> Named:
 
 def _alone(definition: Definition, phase: Phase) -> Definition:
     """A recipe that has this phase's optimizer and scheduler as its own."""
-    nothing = dict.fromkeys(("data", "steps", "epochs", "phases"))
+    nothing = dict.fromkeys(("data", "steps", "epochs", "phases", *SAMPLING))
     return dataclasses.replace(definition, optimizer=phase.optimizer, scheduler=phase.scheduler, **nothing)
 
 
