@@ -203,9 +203,9 @@ class Definition:
                     f"steps={self.steps} and epochs={self.epochs} without data: when the caller brings the batches "
                     "(data=None), the run lasts as long as they do; leave both out, or pass data"
                 )
-        else:
-            self._check_length()
         self._check_sampling()
+        if self.data is not None:
+            self._check_length()
 
     if not TYPE_CHECKING:
 
