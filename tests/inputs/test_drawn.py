@@ -104,10 +104,13 @@ def test_draws_are_pinned():
 
 def test_a_batch_sampler_decides_the_batches():
     """The plan has what it returned for (epoch, generator), epochs of any length, from any step on."""
-    plan = over(**KINDS["batch_sampler"]).plan
+    plan = over(batch_sampler=uneven, steps=99).plan
     generators = [np.random.default_rng(keys.key(0, keys.SAMPLER_STREAM, epoch)) for epoch in range(6)]
     batches = [(epoch, batch) for epoch in range(6) for batch in uneven(epoch, generators[epoch])]
-    assert plan.steps == sum(epoch < 3 for epoch, _ in batches)
+    limited = over(batch_sampler=lambda epoch, generator: uneven([0, 1, 2][epoch], generator), epochs=3).plan
+    assert limited.steps == limited.start(9) == sum(epoch < 3 for epoch, _ in batches)
+    with pytest.raises(IndexError, match="3 epochs have 16 steps"):
+        limited.indices(limited.steps)
     for step in (20, 3, *range(len(batches))):
         assert (plan.epoch(step), plan.indices(step).tolist()) == batches[step]
     assert [plan.epoch(plan.start(epoch)) for epoch in range(6)] == list(range(6))

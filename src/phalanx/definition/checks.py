@@ -86,6 +86,8 @@ CALLBACKS = {
     "CSVLogger": "it is Log('csv')",
     "TensorBoard": "it is Log('tensorboard')",
     "LearningRateMonitor": "Log writes the learning rate of each step",
+    "BaseFinetuning": "parameters are frozen until an epoch by Thaw('encoder.*', epoch=2)",
+    "BackboneFinetuning": "parameters are frozen until an epoch by Thaw('encoder.*', epoch=2)",
     "StochasticWeightAveraging": "weights are averaged by EMA(0.999)",
 }
 

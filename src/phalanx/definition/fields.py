@@ -197,12 +197,11 @@ class Definition:
             names = ("loss_fn", "optimizer", "scheduler", "schedule_every")
             phases = checked_phases(self.phases, {name: getattr(self, name) for name in names})
             object.__setattr__(self, "phases", phases)
-        if self.data is None:
-            if self.steps is not None or self.epochs is not None:
-                raise UsageError(
-                    f"steps={self.steps} and epochs={self.epochs} without data: when the caller brings the batches "
-                    "(data=None), the run lasts as long as they do; leave both out, or pass data"
-                )
+        if self.data is None and (self.steps is not None or self.epochs is not None):
+            raise UsageError(
+                f"steps={self.steps} and epochs={self.epochs} without data: when the caller brings the batches "
+                "(data=None), the run lasts as long as they do; leave both out, or pass data"
+            )
         self._check_sampling()
         if self.data is not None:
             self._check_length()
@@ -271,7 +270,7 @@ class Definition:
         if self.batch_sampler is None or self.source is None:
             return None
         seeder = functools.partial(generators.seeded, owned=self.generators)
-        return Batches(self.batch_sampler, len(self.source), self.seed, seeder)
+        return Batches(self.batch_sampler, len(self.source), self.seed, self.epochs, seeder)
 
     def epoch_ended(self, steps: int) -> int:
         """How many steps the epoch has that ends after so many planned steps; 0 if none ends there."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ class Batches:
     sampler : callable
         The user's ``f(epoch, generator)``.
     samples, seed : int
+    epochs : int or None
+        How many there are; the sampler is not called for later ones.
     seeder : callable
         Seeds the global generators, and those that ``sampler`` holds, for one call.
 
@@ -89,13 +92,17 @@ class Batches:
         Of each epoch that was counted: the step that follows it, and a checksum of its batches.
     """
 
-    def __init__(self, sampler: Callable[..., Any], samples: int, seed: int, seeder: Seeded) -> None:
+    def __init__(
+        self, sampler: Callable[..., Any], samples: int, seed: int, epochs: int | None, seeder: Seeded
+    ) -> None:
         self._sampler, self._samples, self._seed, self._seeder = sampler, samples, seed, seeder
+        self._most = sys.maxsize if epochs is None else epochs
         self._latest: tuple[int, list[Indices]] = (-1, [])
         self.known: list[tuple[int, int]] = []
 
     def start(self, epoch: int) -> int:
-        """The first step of an epoch."""
+        """The first step of an epoch; after the last one, how many steps there are."""
+        epoch = min(epoch, self._most)
         while len(self.known) < epoch:
             batches = self._drawn(len(self.known))
             self.known.append((self.start(len(self.known)) + len(batches), checksum(batches)))
@@ -103,7 +110,7 @@ class Batches:
 
     def epoch(self, step: int) -> int:
         """The epoch that ``step`` belongs to."""
-        while self.start(len(self.known)) <= step:
+        while len(self.known) < self._most and self.start(len(self.known)) <= step:
             self.start(len(self.known) + 1)
         return bisect.bisect_right(self.known, step, key=lambda item: item[0])
 
@@ -115,6 +122,8 @@ class Batches:
     def at(self, step: int) -> Indices:
         """The batch of a step."""
         epoch = self.epoch(step)
+        if epoch == self._most:
+            raise IndexError(f"step is {step}, but the batch_sampler's {epoch} epochs have {self.start(epoch)} steps")
         if self._latest[0] != epoch:
             self._latest = epoch, self._drawn(epoch)
             if checksum(self._latest[1]) != self.checksum(epoch):

@@ -18,7 +18,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Dealer
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Engine, Observer
-from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Weights
+from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
 from phalanx.surroundings import interrupts
 
 T = TypeVar("T")
@@ -263,6 +263,13 @@ class Loop:
         if name not in values:
             raise UsageError(f"schedule_on is {name!r}, but what was evaluated is {', '.join(values)}; name one")
         self._engine.schedule(values[name], epoch)
+
+    def retrain(self, change: Training) -> None:
+        """Freeze or thaw parameters before the next step."""
+        self.check_able()
+        self._engine.schedule(change, 0)
+        for observer in self._observers:
+            observer.retrained(change)
 
     def evaluate(self, metric_fn: Any, data: Any, batch_size: int, name: str = "") -> dict[str, float]:
         """Evaluate the current state, or averaged weights if there are; record values as ``name``/metric."""

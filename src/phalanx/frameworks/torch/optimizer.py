@@ -25,6 +25,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import FOREACH, Gradient
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
 from phalanx.plan import update_key
+from phalanx.seams.records import Training
 
 MODULE_HOOKS = tuple(name for name in vars(module) if name.startswith("_global_") and name.endswith("_hooks"))
 OLD_STYLE = "optimizer=lambda named: MyOptimizer([parameter for _, parameter in named])"
@@ -220,6 +221,30 @@ def fit_options(updates: Updates, options: list[Any]) -> None:
 def _rates(group: dict[str, Any]) -> dict[str, Any]:
     """Options with integers as floats, as other numbers may replace them."""
     return {name: float(value) if type(value) is int else value for name, value in group.items()}
+
+
+def retrain(updates: Updates, change: Training) -> None:
+    """Freeze or thaw parameters.
+
+    Raises
+    ------
+    UsageError
+        No optimizer has one that is to be thawed, or no parameter would be trained any more.
+    """
+    schedules = [each._schedules for each in (updates._phases if isinstance(updates, Phased) else [updates])]
+    chosen = {name: item for name, item in updates.named if name in change.names and item.is_floating_point()}
+    updated = {id(item) for schedule in schedules for members in schedule.members for item in members}
+    if lacking := [name for name, item in chosen.items() if change.trained and id(item) not in updated]:
+        raise UsageError(
+            f"thaw: no optimizer has {lacking[0]!r}; let optimizer take all parameters that it is called with: those "
+            "that are frozen are left as they are"
+        )
+    if not change.trained and not any(item.requires_grad for name, item in updates.named if name not in chosen):
+        raise UsageError("freeze: no parameter would be trained any more; leave some out")
+    for parameter in chosen.values():
+        parameter.requires_grad_(change.trained)
+    for schedule in schedules:
+        vars(schedule).pop("told", None)
 
 
 def updates_of(definition: Definition, named: Named, model: torch.nn.Module) -> Updates:

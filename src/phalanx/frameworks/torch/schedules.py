@@ -74,21 +74,29 @@ class Schedules:
         warn_of_units(definition, self._schedulers)
         self._grouped = [list(optimizer.param_groups) for optimizer in optimizers]
         self._groups = [group for groups in self._grouped for group in groups]
-        self._members = [list(group["params"]) for group in self._groups]
+        self.members = [list(group["params"]) for group in self._groups]
         self.restrict(
             set(_homes(optimizers, named))
         )  # a scheduler may have kept the lists in which it found parameters
 
     def restrict(self, mine: set[int]) -> None:
         """Leave the optimizers only the parameters with these ids."""
-        for group, parameters in zip(self._groups, self._members, strict=True):
+        for group, parameters in zip(self._groups, self.members, strict=True):
             group["params"] = [parameter for parameter in parameters if id(parameter) in mine]
 
     @functools.cached_property
     def told(self) -> tuple[float, float]:
-        """What workers compare before an update: a checksum of all options; and the first group's rate, to be named."""
+        """What workers compare before an update: a checksum of options and what is frozen; the first group's rate."""
         lr = torch.as_tensor(self._groups[0].get("lr", math.nan), dtype=torch.float64).mean()
-        return float(zlib.crc32(ENCODE([_options(group) for group in self._groups]).encode())), lr.item()
+        options = [_options(group) for group in self._groups]
+        return float(zlib.crc32(ENCODE([options, self._retrained()]).encode())), lr.item()
+
+    def _retrained(self) -> dict[int, bool]:
+        """What was frozen (False) or thawed since the optimizers were made, by the parameter's number."""
+        now = (parameter.requires_grad for parameter in self._parameters)
+        return {
+            number: is_now for number, (is_now, was) in enumerate(zip(now, self._trained, strict=True)) if is_now != was
+        }
 
     def step(self, loss: float) -> None:
         """Count a step that was done or skipped; step all schedulers if they are due.
@@ -169,9 +177,7 @@ class Schedules:
             for scheduler in self._schedulers
         ]
         states += [] if self._epoch_ended is None else [dict(self._counted)]
-        now = (parameter.requires_grad for parameter in self._parameters)
-        pairs = enumerate(zip(now, self._trained, strict=True))
-        return [groups, states, self._steps, {number: is_now for number, (is_now, was) in pairs if is_now != was}]
+        return [groups, states, self._steps, self._retrained()]
 
     def take_options(
         self, groups: list[Any], states: list[Any], steps: int = 0, trained: dict[int, bool] | None = None
