@@ -147,6 +147,18 @@ def test_samples_that_are_drawn(kit, kind):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kit", ["jax", "tinygrad"], indirect=True)
+def test_what_only_models_of_torch_have(kit):
+    """Parameters cannot be frozen in mid-run elsewhere; that is refused by name, and the run goes on."""
+    recipe = kit.recipe(2, steps=2)
+    with recipe.start(engine="inline") as run:
+        with pytest.raises(phalanx.UsageError, match="freeze and thaw are for models of torch"):
+            run.freeze(next(iter(run.params)))
+        run.finish()
+        assert run.result().digest == kit.answer(recipe)[0]
+
+
+@pytest.mark.long
 def test_batches_that_the_caller_brings(kit):
     """Batches brought by hand to three workers end in the planned run's bits."""
     recipe = kit.recipe(5)

@@ -218,9 +218,9 @@ class Worker:
         self._shard.frozen.enter(step)
         self._barrier.enter(step)
 
-    def _describe(self, save: bool, metric: tuple[float, int] | None = None) -> dict[str, Any]:
-        if metric is not None:
-            self._framework.schedule(*metric)  # repeated, it changes nothing
+    def _describe(self, save: bool, change: tuple[Any, int] | None = None) -> dict[str, Any]:
+        if change is not None:
+            self._framework.schedule(*change)  # repeated, it changes nothing
         if save:
             self._save()
         return self._shard.state()
