@@ -54,6 +54,7 @@ EVERY_TIME = {
     },
     "callbacks, evaluations, readers, streams": {
         "callbacks/test_callbacks.py::test_a_driver_that_is_killed_leaves_a_job_that_goes_on": 1,
+        "inputs/test_drawn.py::test_resume_and_replay": 1,
         "inputs/test_readers.py::test_readers_and_workers_that_are_killed": 1,
         "inputs/test_streams.py::test_workers_that_are_killed": 1,
     },
@@ -62,6 +63,8 @@ EVERY_TIME = {
         "exactness/test_micro_batches.py::test_workers[torch]": 1,
         "engines/test_frozen.py::test_a_frozen_base_is_held_once": 1,
         "engines/test_frozen.py::test_a_death_around_the_step_that_thaws": 1,
+        "engines/test_retrained.py::test_workers_that_are_killed": 1,
+        "engines/test_retrained.py::test_resumed_and_computed_again": 1,
     },
     "workers start anywhere and leave nothing": {
         "engines/test_launch.py::test_a_notebook": 1,

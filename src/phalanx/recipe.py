@@ -97,6 +97,13 @@ class Recipe(Definition):
     loss_takes : "output" or "model"
         "model": ``loss_fn(model, batch)`` calls the model itself, as Mixup needs it (``docs/cookbook.md``). Evaluations
         use ``forward_fn`` and ``target_fn`` all the same. For torch.
+    weights : sequence of float, optional
+        One number per sample: each epoch draws as many samples as there are, with replacement, with chances in
+        proportion to these, keyed by (seed, epoch). As torch's WeightedRandomSampler; ``docs/inputs.md``.
+    batch_sampler : callable, optional
+        ``batch_sampler(epoch, generator)`` returns all batches of an epoch, as lists of sample numbers; batches and
+        epochs may differ in size. ``generator`` is a ``numpy.random.Generator`` keyed by (seed, epoch). It is called
+        several times and in each process, so it keeps no state. In place of ``batch_size`` and ``shuffle``.
 
     Raises
     ------
@@ -111,7 +118,8 @@ class Recipe(Definition):
             if wrong := [name for name in fields if name not in FIELDS]:
                 raise UsageError(unknown(wrong[0], FIELDS, DEFAULTS))
             super().__init__(*arguments, **fields)
-            checks.shares(self.global_batch, self.replicas, self.micro_batches)
+            if self.batch_sampler is None:
+                checks.shares(self.global_batch, self.replicas, self.micro_batches)
             sources.note()  # workers may run it after its files have changed
 
     def replace(self, **fields: Any) -> Recipe:

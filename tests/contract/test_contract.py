@@ -127,6 +127,37 @@ def test_steps_that_are_not_finite(kit, on_nonfinite):
     assert "nan" in same(kit, recipe, 2)[1]
 
 
+def halves(epoch, generator):
+    """All batches of an epoch, as a sampler of the user's returns them."""
+    order = generator.permutation(13)
+    return [order[: 4 + epoch], order[4 + epoch :]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["weights", "batch_sampler"])
+def test_samples_that_are_drawn(kit, kind):
+    """Weights and a batch_sampler decide the samples in every framework: as by hand, and on any number of workers."""
+    even = kit.recipe(3, steps=4)
+    weights = {"weights": range(even.plan.samples)}
+    changes = weights if kind == "weights" else {"batch_size": 32, "drop_last": False, "batch_sampler": halves}
+    recipe = kit.recipe(3, steps=4, **changes)
+    answer = kit.answer(recipe)
+    assert same(kit, recipe, 2)[:2] == (answer[0], [loss.hex() for loss in answer[1]])
+    assert answer[0] != kit.answer(even)[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kit", ["jax", "tinygrad"], indirect=True)
+def test_what_only_models_of_torch_have(kit):
+    """Parameters cannot be frozen in mid-run elsewhere; that is refused by name, and the run goes on."""
+    recipe = kit.recipe(2, steps=2)
+    with recipe.start(engine="inline") as run:
+        with pytest.raises(phalanx.UsageError, match="freeze and thaw are for models of torch"):
+            run.freeze(next(iter(run.params)))
+        run.finish()
+        assert run.result().digest == kit.answer(recipe)[0]
+
+
 @pytest.mark.long
 def test_batches_that_the_caller_brings(kit):
     """Batches brought by hand to three workers end in the planned run's bits."""

@@ -41,7 +41,7 @@ CASES = [
     ({}, {"log_dir": "a"}, "logs are callbacks"),
     ({}, {"patience": 3}, "EarlyStopping"),
     ({}, {"nproc_per_node": 3}, "workers="),
-    ({"batch_sampler": None}, {}, "run.step"),
+    ({"sampler": None}, {}, "weights=, one number per sample; .* batch_sampler=f"),
 ]
 CLASSES = [
     (

@@ -133,6 +133,9 @@ Pair = collections.namedtuple("Pair", ["low", "high"])
 def mode_loss(mode, pair, output, target):
     return getattr((output - target).clamp(*pair) ** 2, mode.value)()
 
+def grouped(epoch, generator, size, growth=0):
+    return numpy.array_split(generator.permutation(12), 12 // (size + growth * (epoch // 9)))
+
 def even(n):
     return n == 0 or odd(n - 1)
 

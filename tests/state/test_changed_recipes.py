@@ -404,6 +404,24 @@ TABLE = {
     "batch size": Change(
         "refused", given="batch_size=4", after="batch_size=6", told="batch_size is 6 here, and 4 there"
     ),
+    "weights of samples": Change(
+        "refused",
+        given="weights=[1.0] * 12",
+        after="weights=[1.0] * 11 + [2.0]",
+        told="weights is another float64[12] ",
+    ),
+    "batches of a sampler": Change(
+        "refused",
+        given="batch_size=32, batch_sampler=functools.partial(grouped, size=4)",
+        after="batch_size=32, batch_sampler=functools.partial(grouped, size=3)",
+        told="batch_sampler.keywords['size'] is 3 here, and 4 there",
+    ),
+    "batches of a sampler in later epochs": Change(
+        "warned",
+        given="batch_size=32, batch_sampler=functools.partial(grouped, size=4)",
+        after="batch_size=32, batch_sampler=functools.partial(grouped, size=4, growth=1)",
+        told="batch_sampler.keywords['growth'] is 1 here, and absent there",
+    ),
     "clipping": Change(
         "refused", given="max_norm=1.0", after="max_norm=2.0", told="max_norm is 2.0 here, and 1.0 there"
     ),

@@ -1,4 +1,4 @@
-"""What is done beside training, step by step: stop early, keep the best, average weights, write logs.
+"""What is done beside training, step by step: stop early, keep the best, average weights, thaw, write logs.
 
 A callback is a function ``f(report)``, or an object with any of these hooks; nothing has to be inherited:
 
@@ -23,9 +23,10 @@ from phalanx.callbacks.best import EarlyStopping as EarlyStopping
 from phalanx.callbacks.best import SaveBest as SaveBest
 from phalanx.callbacks.ema import EMA as EMA
 from phalanx.callbacks.log import Log as Log
+from phalanx.callbacks.thaw import Thaw as Thaw
 from phalanx.definition import checks
 
-__all__ = ["EMA", "Best", "EarlyStopping", "Log", "SaveBest"]
+__all__ = ["EMA", "Best", "EarlyStopping", "Log", "SaveBest", "Thaw"]
 
 if not TYPE_CHECKING:
 

@@ -262,8 +262,8 @@ def records_of(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(path.name.removesuffix(".jsonl") + RECORDS)
 
 
-def records(path: pathlib.Path, kind: str) -> Iterator[dict[str, Any]]:
-    """The records of a kind beside a chain, oldest first; incomplete lines are left out."""
+def records(path: pathlib.Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """The records of some kinds beside a chain, oldest first; incomplete lines are left out."""
     try:
         text = files.read(records_of(path))
     except (OSError, ValueError):
@@ -271,5 +271,5 @@ def records(path: pathlib.Path, kind: str) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         with contextlib.suppress(*MALFORMED):
             record = json.loads(line)
-            if record["kind"] == kind and isinstance(record["step"], int):
+            if record["kind"] in kinds and isinstance(record["step"], int):
                 yield record

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of
+from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of, records
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.saver import Pacing
 from phalanx.checkpoint.snapshot import tensors_of
@@ -30,10 +30,11 @@ from phalanx.definition.plain import hashed
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine, Observer
-from phalanx.seams.records import Captured, StepReport
+from phalanx.seams.records import Captured, StepReport, Training
 
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
+TRAINING = "training"  # kind of a record
 NEXT = "next.json"
 LOADED = "phalanx_file_"  # begins the names of modules that were loaded for their recipe
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
@@ -60,6 +61,7 @@ class Chained(Observer):
         self._chain: ChainFile | None = None
         self._engine: Engine | None = None
         self._brought = ""
+        self._early: list[Training] = []  # what callbacks froze before the link that it follows was added
         self._added = False
         self._pacing = Pacing(every, SECONDS, SHARE)
 
@@ -83,12 +85,26 @@ class Chained(Observer):
         where, arguments = origin_of(self._definition)
         self._chain.record("run", step=done, origin=where, arguments=arguments, **facts)
         engine.run_state.chain = self._chain.root
+        self._note_early()
         if self._every != 0:
             self._digest(done)
 
     def brought(self, batch: Any) -> None:
         """The next step's samples are these, brought by the caller or a stream."""
         self._brought = brought_as(batch)
+
+    def retrained(self, change: Training) -> None:
+        """Note it, so that steps can be computed again."""
+        self._early.append(change)
+        if self._engine is not None and self._engine.run_state.complete:
+            self._note_early()
+
+    def _note_early(self) -> None:
+        assert self._chain is not None, "who asks has looked"
+        assert self._engine is not None
+        for change in self._early:
+            self._chain.record(TRAINING, step=self._engine.run_state.steps, **change._asdict())
+        self._early.clear()
 
     def horizon(self, steps: int) -> int:
         """The step after which the next digest is due, or, with "auto", probably is."""
@@ -100,6 +116,7 @@ class Chained(Observer):
         assert self._engine is not None
         brought, self._brought, self._added = self._brought, "", True
         self._engine.run_state.chain = self._chain.add(fields_of(report, self._definition, brought))
+        self._note_early()
         self._pacing.stepped(report.seconds)
         if self._pacing.due(report.step + 1):
             self._digest(report.step + 1)
@@ -130,6 +147,21 @@ class Chained(Observer):
         finally:
             captured.release()
         self._pacing.took(began)
+
+
+def retrained_in(root: pathlib.Path | None) -> dict[int, list[Training]]:
+    """What was frozen and thawed in a run that has a chain, by how many steps were done before."""
+    changes: dict[int, list[Training]] = {}
+    if root is None:
+        return changes
+    with contextlib.suppress(SnapshotError, OSError), Links(root / CHAIN) as links:
+        for record in records(root / CHAIN, "run", TRAINING):
+            step = record["step"]
+            if record["kind"] != TRAINING:  # the run went on from there, and later steps were done again
+                changes = {done: listed for done, listed in changes.items() if done <= step}
+            elif step <= len(links) and links.before(step) == record["link"]:
+                changes.setdefault(step, []).append(Training(tuple(record["names"]), record["trained"]))
+    return changes
 
 
 class Behaviour:

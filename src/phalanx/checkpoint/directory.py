@@ -16,7 +16,7 @@ from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError
 from phalanx.seams import Engine, Observer
-from phalanx.seams.records import Incident, RunState, StepReport
+from phalanx.seams.records import Incident, RunState, StepReport, Training
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
 NAME = re.compile(r"step-(\d{12})")
@@ -148,6 +148,10 @@ class EventLog(Observer):
             with contextlib.suppress(OSError):
                 where["batch"] = tensors.write_tree(self._directory.root / BATCH, error.batch)
         self._note("error", error=type(error).__name__, why=str(error), samples=samples, **where)
+
+    def retrained(self, change: Training) -> None:
+        """Note it."""
+        self._note("thaw" if change.trained else "freeze", step=self._run_state.steps, names=list(change.names))
 
     def step(self, report: StepReport) -> None:
         """Note what the step was."""

@@ -19,7 +19,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import NEVER, Engine, Observer
-from phalanx.seams.records import Captured, RunState, StepReport, Tensor
+from phalanx.seams.records import Captured, RunState, StepReport, Tensor, Training
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS
 
@@ -150,6 +150,11 @@ class Saver(Observer):
         self._pacing.stepped(report.seconds)
         if self._is_due(report.step + 1):
             self.save()
+
+    def retrained(self, change: Training) -> None:
+        """A snapshot of this step is another now: the end of the run saves it again."""
+        if self._engine is not None:
+            self._saved = min(self._saved, self._engine.run_state.steps - 1)
 
     def save(self) -> None:
         """Copy the state, and begin to write it; waits only for the snapshot before."""

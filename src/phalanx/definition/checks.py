@@ -57,8 +57,8 @@ ARGUMENTS = {
     "model": "it is called make_model, a function that makes it, or the model itself",
     "dataset": "it is called data",
     "train_dataset": "it is called data",
-    "batch_sampler": "samples are dealt to batches here: batch_size=, shuffle=, drop_last=; for batches of your own, "
-    "data=None and run.step(batch)",
+    "sampler": "to draw samples by weights, as WeightedRandomSampler does: weights=, one number per sample; for "
+    "batches of your own: batch_sampler=f, with f(epoch, generator) -> list of lists of sample numbers",
     "loss": "it is called loss_fn",
     "criterion": "it is called loss_fn",
     "logger": LOGS,
@@ -94,6 +94,8 @@ CALLBACKS = {
     "CSVLogger": "it is Log('csv')",
     "TensorBoard": "it is Log('tensorboard')",
     "LearningRateMonitor": "Log writes the learning rate of each step",
+    "BaseFinetuning": "parameters are frozen until an epoch by Thaw('encoder.*', epoch=2)",
+    "BackboneFinetuning": "parameters are frozen until an epoch by Thaw('encoder.*', epoch=2)",
     "StochasticWeightAveraging": "weights are averaged by EMA(0.999)",
 }
 

@@ -346,4 +346,6 @@ def _is_readable(data: Any) -> bool:
 def _loader_hint(data: Any) -> str:
     if getattr(data, "dataset", None) is None:
         return ""
+    if hasattr(getattr(data, "sampler", None), "weights"):
+        return "; a loader's dataset and weights can be passed: data=loader.dataset, weights=loader.sampler.weights"
     return "; a loader's dataset can be passed as it is: data=loader.dataset, batch_size=loader.batch_size"

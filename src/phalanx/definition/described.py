@@ -24,10 +24,17 @@ from phalanx.definition.plain import PLAIN, decoded, is_array, plain, short, tol
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
 
 FORMAT = 4
-CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn")
+CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn", "batch_sampler")
 OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
 PHASE = ("name", "chosen", "every", "loss_takes")
-ELSEWHERE = ("steps", "epochs", "phases", *CODE, *OPTIONS)  # steps and epochs: a finished run can be extended
+ELSEWHERE = (
+    "steps",
+    "epochs",
+    "phases",
+    "weights",
+    *CODE,
+    *OPTIONS,
+)  # steps and epochs: a finished run can be extended
 MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes
 TOLD = 8  # differences of a kind that are listed
 GLOBAL, READS = " (its global ", "code "
@@ -59,6 +66,7 @@ def described(definition: Definition) -> dict[str, Any]:
     """A recipe as JSON values, but for its steps and epochs."""
     met = set[str]()
     data = _data(definition)
+    weights = {} if definition.weights is None else {"weights": _told(told_of_array, definition.weights)}
     values, hints = _fields(definition), dict[str, str]()
     for name, root in _roots(definition):
         if name == "data" and any(digest for _, digest in data.values()):
@@ -67,7 +75,7 @@ def described(definition: Definition) -> dict[str, Any]:
             option = name.endswith(OPTIONS) and not text.startswith(READS) and GLOBAL not in path
             (values if option else hints)[path] = text
     versions = {name: version(name) for name in sorted(met)} | {"python": platform.python_version()}
-    return {"format": FORMAT, "values": values, "data": data, "hints": hints, "versions": versions}
+    return {"format": FORMAT, "values": values, "data": data | weights, "hints": hints, "versions": versions}
 
 
 def shared(definition: Definition) -> tuple[dict[str, Any], dict[str, str]]:
@@ -150,6 +158,8 @@ def _fields(definition: Definition) -> dict[str, str]:
     names = [item.name for item in dataclasses.fields(Definition) if item.name not in ELSEWHERE]
     values = {name: repr(getattr(definition, name)) for name in names}
     values["schedule_every"] = repr(definition.schedule_every or "step")
+    if definition.batches is not None:
+        values["checksum of batch_sampler's epoch 0"] = str(definition.batches.checksum(0))
     for number, phase in enumerate(definition.phases or ()):
         values |= {f"phases[{number}].{name}": repr(getattr(phase, name)) for name in PHASE}
     return values

@@ -21,6 +21,7 @@ from phalanx.definition import checks, generators
 from phalanx.definition.checks import answering
 from phalanx.definition.data import is_array, leaves, like, map_tree, open_data
 from phalanx.errors import UsageError
+from phalanx.plan import Plan
 from phalanx.plan.fold import fold_values
 
 Home = Callable[[Any], Any]  # copies a leaf of an output into host memory
@@ -429,9 +430,11 @@ class Evaluation:
             return steps % self.every_steps == 0
         return epoch_ended and (epoch + 1) % self.every_epochs == 0
 
-    def period(self, steps_per_epoch: int) -> int:
-        """Steps from one time to the next."""
-        return self.every_epochs * steps_per_epoch if self.every_steps is None else self.every_steps
+    def following(self, steps: int, plan: Plan) -> int:
+        """After how many steps it is due next, once ``steps`` are done."""
+        if self.every_steps is not None:
+            return (steps // self.every_steps + 1) * self.every_steps
+        return plan.start((plan.epoch(steps) // self.every_epochs + 1) * self.every_epochs)
 
 
 def check_samples(data: Any, batch_size: Any) -> None:

@@ -8,18 +8,21 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phalanx.definition import checks, generators
 from phalanx.definition.checks import VERBS, answering
 from phalanx.definition.data import Columns, Samples, Stream, open_data
+from phalanx.definition.sampling import Batches, BatchPlan, WeightedPlan, bounds_of, checked_weights
 from phalanx.errors import UsageError
 from phalanx.plan import Plan, Rounds, steps_per_epoch
 
 EXAMPLE = "phalanx.Phase(loss_fn, parameters='generator', optimizer=make_optimizer)"
 DEFAULT_LR = 1e-3
+DEFAULT_BATCH = 32
+SAMPLING = ("weights", "batch_sampler")
 
 
 @answering(
@@ -168,7 +171,7 @@ class Definition:
     forward_fn: Callable[..., Any] | None = None
     target_fn: Callable[..., Any] | None = None
     replicas: int = 4
-    batch_size: int | None = 32
+    batch_size: int | None = DEFAULT_BATCH
     steps: int | None = None
     epochs: int | None = None
     optimizer: Any = None
@@ -188,6 +191,8 @@ class Definition:
     micro_batches: int = 1
     phases: Sequence[Phase] | None = None
     loss_takes: str = "output"
+    weights: Any = field(default=None, repr=False)
+    batch_sampler: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         self._check_functions()
@@ -198,13 +203,13 @@ class Definition:
             instead["loss_takes"] = None if self.loss_takes == "output" else self.loss_takes
             phases = checked_phases(self.phases, instead)
             object.__setattr__(self, "phases", phases)
-        if self.data is None:
-            if self.steps is not None or self.epochs is not None:
-                raise UsageError(
-                    f"steps={self.steps} and epochs={self.epochs} without data: when the caller brings the batches "
-                    "(data=None), the run lasts as long as they do; leave both out, or pass data"
-                )
-        else:
+        if self.data is None and (self.steps is not None or self.epochs is not None):
+            raise UsageError(
+                f"steps={self.steps} and epochs={self.epochs} without data: when the caller brings the batches "
+                "(data=None), the run lasts as long as they do; leave both out, or pass data"
+            )
+        self._check_sampling()
+        if self.data is not None:
             self._check_length()
 
     if not TYPE_CHECKING:
@@ -233,8 +238,8 @@ class Definition:
 
     @property
     def per_epoch(self) -> int | None:
-        """Steps of an epoch, where that is known before it is over."""
-        samples = self.samples
+        """Steps of an epoch, where all have the same number and that is known before it is over."""
+        samples = self.samples if self.batch_sampler is None else None
         return None if samples is None else steps_per_epoch(samples, self.global_batch, drop_last=self.drop_last)
 
     @property
@@ -242,6 +247,8 @@ class Definition:
         """Steps of the whole run, where that is known before it is over."""
         if self.epochs is None:
             return self.steps
+        if self.batches is not None:
+            return self.batches.start(self.epochs)
         return None if self.per_epoch is None else self.epochs * self.per_epoch
 
     @functools.cached_property
@@ -249,16 +256,34 @@ class Definition:
         """Sample order, shares and random keys, as a hand-written loop needs them."""
         if self.data is None:
             raise UsageError("this recipe has no plan: data is None, so the caller brings the batches; pass data")
-        return Plan(
-            samples=0 if self.source is None else len(self.source),
-            replicas=self.replicas,
-            batch_size=self.global_batch,
-            steps=self.total or 0,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            drop_last=self.drop_last,
-            seeder=functools.partial(generators.seeded, owned=self.generators),
-        )
+        facts: dict[str, Any] = {
+            "samples": 0 if self.source is None else len(self.source),
+            "replicas": self.replicas,
+            "batch_size": self.global_batch,
+            "steps": self.total or 0,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            "seeder": functools.partial(generators.seeded, owned=self.generators),
+        }
+        if self.batches is not None:
+            return BatchPlan(**facts, batches=self.batches)
+        return Plan(**facts) if self.weights is None else WeightedPlan(**facts, bounds=bounds_of(self.weights))
+
+    @functools.cached_property
+    def batches(self) -> Batches | None:
+        """What ``batch_sampler`` returns, epoch by epoch."""
+        if self.batch_sampler is None or self.source is None:
+            return None
+        seeder = functools.partial(generators.seeded, owned=self.generators)
+        return Batches(self.batch_sampler, len(self.source), self.seed, self.epochs, seeder)
+
+    def epoch_ended(self, steps: int) -> int:
+        """How many steps the epoch has that ends after so many planned steps; 0 if none ends there."""
+        if (per_epoch := self.per_epoch) is not None:
+            return 0 if steps % per_epoch else per_epoch
+        plan, last = self.plan, self.plan.epoch(steps - 1)
+        return steps - plan.start(last) if steps == plan.start(last + 1) else 0
 
     @functools.cached_property
     def rounds(self) -> Rounds:
@@ -285,7 +310,8 @@ class Definition:
     def holders(self) -> dict[str, Any]:
         """User code that runs in a replica-step, by name: the dataset, if reading it runs some, and functions."""
         random = self.stream is not None or (isinstance(self.source, Samples) and self.source.random)
-        functions = {name: getattr(self, name) for name in ("collate_fn", "forward_fn", "target_fn", "loss_fn")}
+        names = ("collate_fn", "forward_fn", "target_fn", "loss_fn", "batch_sampler")
+        functions = {name: getattr(self, name) for name in names}
         functions |= {f"phases[{number}].loss_fn": phase.loss_fn for number, phase in enumerate(self.phases or ())}
         return {"data": self.data, **functions} if random else functions
 
@@ -375,6 +401,24 @@ class Definition:
                     "schedule_every='epoch'"
                 )
 
+    def _check_sampling(self) -> None:
+        """Refuse ``weights`` and ``batch_sampler`` without data that is read by index, or beside what they replace."""
+        checks.function("batch_sampler", self.batch_sampler, "batch_sampler=lambda epoch, generator: [[0, 1], [2, 3]]")
+        given = [name for name in SAMPLING if getattr(self, name) is not None]
+        if given and self.source is None:
+            why = "None, so the caller brings batches" if self.data is None else "a Stream, read in its own order"
+            raise UsageError(f"{given[0]} is given, but data is {why}; leave it out, or pass data that has an index")
+        usual = {"batch_size": DEFAULT_BATCH, "drop_last": False} if self.batch_sampler is not None else {}
+        changed = [name for name, value in usual.items() if getattr(self, name) != value]
+        changed += ["shuffle"] if given and not self.shuffle else []
+        if changed or len(given) > 1:
+            other = changed[0] if changed else given[0]
+            decides = "which samples come, and when" if given[-1] == "weights" else "all batches"
+            value = checks.described(getattr(self, other))
+            raise UsageError(f"{other} is {value}, but {given[-1]} decides {decides}; leave one of them out")
+        if self.weights is not None:
+            object.__setattr__(self, "weights", checked_weights(self.weights, self.samples or 0))
+
     def _check_length(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise UsageError(
@@ -401,3 +445,11 @@ def _option(loss_fn: Any, name: str) -> Any:
     if isinstance(loss_fn, functools.partial):
         return loss_fn.keywords.get(name)
     return getattr(loss_fn, name, None)
+
+
+def unpacked(setup: Mapping[str, Any]) -> Definition:
+    """The recipe in a parcel, in another process, with what the caller knows of its epochs."""
+    definition = Definition(**setup["fields"])
+    if definition.batches is not None:
+        definition.batches.known = list(setup["epochs"])
+    return definition

@@ -21,7 +21,7 @@ from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.seams import Framework, Link
-from phalanx.seams.records import Captured, Exported, Measurement, RunState, StepReport, Todo, Weights
+from phalanx.seams.records import Captured, Exported, Measurement, RunState, StepReport, Todo, Training, Weights
 from phalanx.shared.memory import RUNS
 from phalanx.step import Proposal, commit, measure, propose, todo
 from phalanx.surroundings import interrupts
@@ -126,7 +126,7 @@ class Inline:
         with self.environment:
             return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
 
-    def schedule(self, value: float, epoch: int) -> None:
+    def schedule(self, value: float | Training, epoch: int) -> None:
         self.check_able()
         with self.environment:
             self._framework.schedule(value, epoch)

@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.definition import generators
 from phalanx.definition.batches import BatchShares, Collated
 from phalanx.definition.data import Share
-from phalanx.definition.fields import Definition
+from phalanx.definition.fields import Definition, unpacked
 from phalanx.engines.processes.messages import DriverChannel, as_told
 from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack, unpack_bytes
 from phalanx.frameworks.registry import reading, reduced_sample, starting
@@ -39,7 +39,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
         adopt_environment(environment)
         with starting(environment["threads"]):
             setup = unpack(parcel)
-            definition = Definition(**setup["fields"])
+            definition = unpacked(setup)
         surroundings, collate = reading(environment["framework"], definition)
         with surroundings:
             blocks = [range(definition.replicas)] if "placement" not in setup else setup["placement"].blocks

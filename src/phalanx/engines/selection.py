@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from phalanx.definition import checks
-from phalanx.definition.fields import Definition
+from phalanx.definition.fields import SAMPLING, Definition
 from phalanx.engines.changing import Changing
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes, beside
@@ -88,7 +88,7 @@ def open_engine(
 @contextlib.contextmanager
 def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definition, Engine]]:
     """A recipe with this model, already trained, and an engine that computes its outputs in this process."""
-    training = ("data", "steps", "epochs", "scheduler", "schedule_every", "schedule_on", "phases")
+    training = ("data", "steps", "epochs", "scheduler", "schedule_every", "schedule_on", "phases", *SAMPLING)
     left_out: dict[str, Any] = dict.fromkeys(training)
     recipe = dataclasses.replace(definition, **left_out, modes="as_made", make_model=as_factory(model))
     engine = open_engine(recipe, "inline", 1, (), None, lambda _: RunState())

@@ -30,7 +30,18 @@ from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.record import Unshared, array_of
 from phalanx.plan.fold import place
-from phalanx.seams.records import CODES, STATE_DICT, Captured, Computed, Measurement, Tensor, Todo, Watch, Weights
+from phalanx.seams.records import (
+    CODES,
+    STATE_DICT,
+    Captured,
+    Computed,
+    Measurement,
+    Tensor,
+    Todo,
+    Training,
+    Watch,
+    Weights,
+)
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -192,8 +203,13 @@ class ArrayFramework:
             return gradient
         return self.arithmetic.scale(gradient, min(1.0, self.definition.max_norm / (self.norm(gradient) + MARGIN)))
 
-    def schedule(self, value: float, epoch: int | None = None) -> None:
-        """Does nothing: schedules are the optimizer's own."""
+    def schedule(self, value: float | Training, epoch: int | None = None) -> None:
+        """Schedules are the optimizer's own, and so is what it freezes."""
+        if isinstance(value, Training):
+            raise UsageError(
+                f"freeze and thaw are for models of torch; in {self.name} the optimizer decides what is updated, in "
+                "optax for instance optax.masked"
+            )
 
     def rewind(self) -> None:
         """Does nothing: computing gradients leaves nothing behind."""

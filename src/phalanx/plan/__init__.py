@@ -45,6 +45,8 @@ UPDATE_STREAM: Final = 6
 AUDIT_STREAM: Final = 7
 ITERABLE_STREAM: Final = 8
 BUFFER_STREAM: Final = 9
+DRAW_STREAM: Final = 10
+SAMPLER_STREAM: Final = 11
 PHASE: Final = 1 << 8  # from the stream of one phase of a step to that of the next
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Outputs = np.ndarray[Any, np.dtype[np.uint64]]
@@ -106,6 +108,10 @@ class Plan:
         """The pass over the data that ``step`` belongs to, from 0."""
         return step // self.steps_per_epoch
 
+    def start(self, epoch: int) -> int:
+        """The first step of an epoch."""
+        return epoch * self.steps_per_epoch
+
     def indices(self, step: int) -> Indices:
         """Sample indices of ``step``, in order: shape ``(samples in this step,)``, int64.
 
@@ -127,10 +133,13 @@ class Plan:
         epochs = range(epoch - epoch % count, epoch - epoch % count + count)
         orders = self._orders.get(epochs)
         if orders is None:
-            orders = epoch_orders(self.seed, epochs, self.samples)
+            orders = self._orders_of(epochs)
             self._orders.clear()
             self._orders[epochs] = orders
         return orders[epoch - epochs.start]
+
+    def _orders_of(self, epochs: range) -> Indices:
+        return epoch_orders(self.seed, epochs, self.samples)
 
     def shares(self, step: int) -> list[Indices]:
         """Sample indices of ``step`` per replica: R arrays, as ``numpy.array_split`` cuts them; some may be empty.
@@ -252,14 +261,14 @@ def epoch_orders(seed: int, epochs: range, samples: int) -> Indices:
     numpy.ndarray
         Shape ``(len(epochs), samples)``, int64.
     """
+    return np.argsort(outputs(seed, ORDER_STREAM, epochs, samples), axis=1)
+
+
+def outputs(seed: int, stream: int, epochs: range, samples: int) -> Outputs:
+    """As many outputs of splitmix64 as there are samples, for each epoch; a stream has its own."""
     positions = np.arange(samples, dtype=np.uint64)
-    starts = np.array([_begin(seed, epoch) for epoch in epochs], dtype=np.uint64)
-    return np.argsort(_mixed(starts[:, None] + positions * np.uint64(GOLDEN)), axis=1)
-
-
-def _begin(seed: int, epoch: int) -> np.uint64:
-    """The state that leads to an epoch's first output."""
-    return np.uint64(key(seed, ORDER_STREAM, epoch) + GOLDEN & MASK64)
+    starts = np.array([key(seed, stream, epoch) + GOLDEN & MASK64 for epoch in epochs], dtype=np.uint64)
+    return _mixed(starts[:, None] + positions * np.uint64(GOLDEN))
 
 
 def _mixed(state: Outputs) -> Outputs:

@@ -166,7 +166,10 @@ def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tu
             begins = read(saved[0][step]), read(saved[1][step])
             break
     try:
-        with Instant(one.recipe, begins[0]) as left, Instant(other.recipe, begins[1]) as right:
+        with (
+            Instant(one.recipe, begins[0], folder=one.folder) as left,
+            Instant(other.recipe, begins[1], folder=other.folder) as right,
+        ):
             difference = first_difference(left, right, last, operations=operations)
             same_now = "computed again here, both recipes do the same: one of the two runs did something else"
             return difference, "" if difference else same_now, left.parameters

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from phalanx.checkpoint.chained import brought_as, leaves_of
+from phalanx.checkpoint.chained import brought_as, leaves_of, retrained_in
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
 from phalanx.checkpoint.resume import losses_in
 from phalanx.checkpoint.snapshot import MANIFEST, Snapshot, read
@@ -46,6 +46,8 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         The batch that the caller brought for this step; None if the step is a planned one.
     losses : sequence of float
         Losses of the updates done before, where ``make_model`` makes the model as they left it.
+    folder : path or None
+        Of the run: its chain says what was frozen and thawed.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         *,
         batch: Any = None,
         losses: Sequence[float] = (),
+        folder: pathlib.Path | None = None,
     ) -> None:
         if definition.data is None and batch is None:
             raise UsageError(
@@ -65,7 +68,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         from phalanx.engines.selection import open_engine  # it loads the code that starts processes
 
         self.definition = definition
-        self._batch, self._losses = batch, losses
+        self._batch, self._losses, self._changes = batch, losses, retrained_in(folder)
         self._opened: list[Framework] = []
         where = "inline" if workers == 1 else "processes", workers, (), None
         self._engine = open_engine(definition, *where, self._beginning(begin), allow=None)
@@ -76,6 +79,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             done, reading = self._engine.run_state, self._engine.reading
             self._supply = supplied(definition, done, reading)
         self.brought = ""  # a hash of what a stream gave for the step that was done last
+        self._retrain()
 
     def __exit__(self, *_: object) -> None:
         if self._supply is not None:
@@ -112,7 +116,8 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
         Without ``whole``, only the next phase is done.
         """
-        ahead = self.definition.rounds.updates(max(horizon, self.step + 1)) if whole else self.update + 1
+        horizon = min([max(horizon, self.step + 1), *(step for step in self._changes if step > self.step)])
+        ahead = self.definition.rounds.updates(horizon) if whole else self.update + 1
         reports = [self._updated(ahead)]
         while whole and self._engine.run_state.between_phases:
             reports.append(self._updated(ahead))
@@ -123,7 +128,13 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         report = self._engine.advance(batch, ahead)
         if batch is not None:
             self.brought, report = brought_as(batch), report._replace(epoch=batch.epoch)
+        self._retrain()
         return report
+
+    def _retrain(self) -> None:
+        """Freeze and thaw what the run did before this step; a snapshot may have it already, and repeating is safe."""
+        for change in () if self._engine.run_state.between_phases else self._changes.get(self.step, ()):
+            self._engine.schedule(change, 0)
 
     def go_to(self, step: int, phase: str | None = None, *, progress: bool | str = "auto") -> None:
         """Do all steps before ``step``, and its phases before ``phase``; shows a bar where that takes a while.

@@ -128,7 +128,7 @@ def replay(
     if batch is not None and (begin.step if begin else 0) != step:
         raise SnapshotError(f"there is no snapshot of step {step}, and batches of the steps before it are gone")
     before = None if folder is None else _loss_in(folder, recipe, step, replica)
-    with Instant(recipe, begin, batch=batch) as instant:
+    with Instant(recipe, begin, batch=batch, folder=folder) as instant:
         instant.go_to(step, phase, progress=progress)
         computed = replayed(instant, replica, debug=debug)
     if before not in (None, str(computed.loss)):

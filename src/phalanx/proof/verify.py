@@ -141,7 +141,7 @@ def _blamed(recipe: Definition, folder: pathlib.Path) -> str:
         return ""
     if not failed.sums or failed.structure is not None:
         return ""
-    with Instant(recipe, nearest(folder, failed.step)) as instant:
+    with Instant(recipe, nearest(folder, failed.step), folder=folder) as instant:
         instant.go_to(failed.step, failed.phase or None, progress=False)
         right = instant.sums(failed.replica)
     wrong = sorted({worker for worker, came in zip(failed.workers, failed.sums, strict=True) if came not in right})
@@ -202,7 +202,7 @@ def _again(
     """
     links = run.chain
     for begin, end in stretches:
-        with Instant(recipe, nearest(run.folder, begin), workers) as instant:
+        with Instant(recipe, nearest(run.folder, begin), workers, folder=run.folder) as instant:
             brought = [step for step in range(max(instant.step, links.first), end) if links.brought(step)][:1]
             gone.update(brought)
             end = min([end, *brought])

@@ -19,7 +19,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Dealer
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Engine, Observer
-from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Weights
+from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
 from phalanx.surroundings import interrupts
 
 T = TypeVar("T")
@@ -242,7 +242,7 @@ class Loop:
         steps, epoch = report.step + 1, report.epoch
         assert epoch is not None, "who asks has looked"
         if self._supply is None:
-            epoch_ended = steps % self._definition.plan.steps_per_epoch == 0
+            epoch_ended = self._definition.epoch_ended(steps) > 0
             finished = steps == self._definition.total
         else:
             epoch_ended, finished = self._supply.epochs(steps) > epoch, self.finished
@@ -280,6 +280,13 @@ class Loop:
         if name is None:
             raise UsageError(f"schedule_on is {metric!r}, but what was evaluated is {', '.join(values)}; name one")
         self._engine.schedule(values[name], epoch)
+
+    def retrain(self, change: Training) -> None:
+        """Freeze or thaw parameters before the next step."""
+        self.check_able()
+        self._engine.schedule(change, 0)
+        for observer in self._observers:
+            observer.retrained(change)
 
     def evaluate(self, due: Evaluation) -> dict[str, float]:
         """Evaluate the current state, or averaged weights if there are; record values by their full names."""
@@ -331,8 +338,7 @@ class Loop:
         """How many steps may be done before somebody looks at the state."""
         plan = self._definition.plan
         limits = [plan.steps, *[observer.horizon(self.steps) for observer in self._observers]]
-        periods = [due.period(plan.steps_per_epoch) for due in self._evaluations]
-        return min([*limits, *((self.steps // period + 1) * period for period in periods)])
+        return min([*limits, *(due.following(self.steps, plan) for due in self._evaluations)])
 
     def _tell_incidents(self) -> None:
         incidents = self._engine.run_state.incidents

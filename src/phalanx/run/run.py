@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import fnmatch
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +18,7 @@ from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, Us
 from phalanx.run.loop import Loop
 from phalanx.run.result import Result, result_of
 from phalanx.seams import Engine
-from phalanx.seams.records import Exported, Incident, StepReport
+from phalanx.seams.records import Exported, Incident, StepReport, Training
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import ALONE, Turns, verb
 
@@ -123,6 +125,11 @@ class Run:
         return self._loop.steps
 
     @property
+    def epoch(self) -> int | None:
+        """The epoch of the next planned step, from 0; None where the caller or a stream brings the batches."""
+        return self._definition.epoch_of(self._definition.rounds.updates(self.steps))
+
+    @property
     def resumed_from(self) -> int | None:
         """After how many steps it went on from a snapshot; None if it did not."""
         return self._engine.run_state.resumed_from
@@ -189,6 +196,48 @@ class Run:
             if self._loop.finished:
                 raise UsageError(f"all {self.steps} planned steps are done; raise steps or epochs, or bring a batch")
         return self._advance(batch).loss
+
+    @verb
+    def freeze(self, *names: str) -> None:
+        """Train parameters no more from the next step on; snapshots keep it.
+
+        Parameters
+        ----------
+        *names : str
+            Names or patterns as of ``fnmatch``: ``run.freeze("encoder.*")``. Buffers, as BatchNorm's, go on.
+
+        Raises
+        ------
+        UsageError
+            A name matches no parameter, nothing would be trained any more, or the model is not torch's.
+        """
+        self._retrain(names, trained=False)
+
+    @verb
+    def thaw(self, *names: str) -> None:
+        """Train parameters from the next step on: the reverse of ``freeze``, also of what ``make_model`` froze.
+
+        Raises
+        ------
+        UsageError
+            A name matches no parameter, no optimizer has it, or the model is not torch's.
+        """
+        self._retrain(names, trained=True)
+
+    def _retrain(self, names: Sequence[str], *, trained: bool) -> None:
+        self._check_open()
+        self._complete()
+        known = list(self.params)
+        for name in names or ("",):
+            if not isinstance(name, str) or not any(fnmatch.fnmatchcase(item, name) for item in known):
+                close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.3) or known[:3]
+                raise UsageError(
+                    f"no parameter is called {checks.shown(name)}; close to it are {', '.join(close)}: give names of "
+                    "run.params, or patterns as 'encoder.*'"
+                )
+        chosen = tuple(item for item in known if any(fnmatch.fnmatchcase(item, name) for name in names))
+        with self._handed_over():
+            self._loop.retrain(Training(chosen, trained))
 
     @verb
     def evaluate(self, metric_fn: Any, data: Any, batch_size: int = DEFAULT_BATCH, **functions: Any) -> Any:

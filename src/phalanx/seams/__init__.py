@@ -29,6 +29,7 @@ from phalanx.seams.records import (
     RunState,
     StepReport,
     Todo,
+    Training,
     Vector,
     Watch,
     Weights,
@@ -157,8 +158,11 @@ class Framework(Protocol):
     def rewind(self) -> None:
         """Undo what computing gradients left behind: buffers as at the step's start, no gradients."""
 
-    def schedule(self, value: float, epoch: int | None = None) -> None:
-        """Tell the scheduler the mean loss of a step, done or skipped; or a metric after an ``epoch``, if new."""
+    def schedule(self, value: float | Training, epoch: int | None = None) -> None:
+        """Tell the scheduler the mean loss of a step, done or skipped; or a metric after an ``epoch``, if new.
+
+        Or freeze and thaw parameters, which may be repeated.
+        """
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """Begin metrics over one chunk of samples, in evaluation mode; changes nothing.
@@ -344,8 +348,8 @@ class Engine(Protocol):
         """Readings of all chunks of ``data``, in order; ``weights`` stand in for the state's own."""
         ...
 
-    def schedule(self, value: float, epoch: int) -> None:
-        """Step the schedulers with the value of a metric after an epoch."""
+    def schedule(self, value: float | Training, epoch: int) -> None:
+        """Step the schedulers with the value of a metric after an epoch; or freeze and thaw parameters."""
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
         """The state as of the last finished step. With neither copy nor digest it is to be looked at until the next."""
@@ -413,6 +417,9 @@ class Observer:
 
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Hear what was evaluated after a step that was due, by name, before ``step``."""
+
+    def retrained(self, change: Training) -> None:
+        """Hear what was frozen or thawed, after the steps that are done."""
 
     def step(self, report: StepReport) -> None:
         """See a finished step, with the value of its evaluation where one was due."""

@@ -245,6 +245,13 @@ class Evaluated:
     name: str
 
 
+class Training(NamedTuple):
+    """Parameters that are frozen or thawed between two steps, by name."""
+
+    names: tuple[str, ...]
+    trained: bool
+
+
 @dataclass(slots=True)
 class RunState:
     """What a run has done so far.

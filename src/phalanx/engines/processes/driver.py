@@ -21,7 +21,7 @@ from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError
 from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
-from phalanx.seams.records import Captured, Exported, RunState, StepReport, Weights
+from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
 from phalanx.shared.inputs import MOST, Inputs
 from phalanx.shared.layout import Plan
@@ -133,10 +133,10 @@ class Processes:
         facts = {"metric_fn": metrics, "data": data, "batch_size": batch_size, "weights": weights}
         return [reading for readings in self.ask("evaluate", facts) for reading in readings]
 
-    def schedule(self, value: float, epoch: int) -> None:
-        """Step the schedule. A snapshot is taken at once, since evaluated values do not follow from the losses."""
+    def schedule(self, value: float | Training, epoch: int) -> None:
+        """A snapshot is taken at once, since neither evaluated values nor what is frozen follow from the losses."""
         self.check_able()
-        self.fetch(save=True, metric=(value, epoch))  # one task: replacements after it find the options saved
+        self.fetch(save=True, change=(value, epoch))  # one task: replacements after it find the options saved
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
         """Without a copy and a digest, the arrays are those in the arena."""
@@ -239,7 +239,7 @@ class Processes:
         while self.counters.done > self._steps:
             self.run_state.unseen.append(self._absorb())
 
-    def fetch(self, *, save: bool = True, metric: tuple[float, int] | None = None) -> None:
+    def fetch(self, *, save: bool = True, change: tuple[float | Training, int] | None = None) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there.
 
         A snapshot may still be written to disk from the memory that it is copied to. This waits for that.
@@ -251,7 +251,7 @@ class Processes:
             self._halt()
         if save:
             self.supervisor.forget()
-        states = self.ask("state", {"save": save, "metric": metric})
+        states = self.ask("state", {"save": save, "change": change})
         if save:
             self.supervisor.keep(states[0]["options"])
         self._mirror.get(states, saved=save)

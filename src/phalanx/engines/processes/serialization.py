@@ -193,7 +193,8 @@ def pack_recipe(
     """Write this process's surroundings, and a recipe with other facts, for processes that start from here."""
     pack({**described(framework), "threads": definition.threads}, environment, reduced_by_frameworks)
     fields = {item.name: getattr(definition, item.name) for item in dataclasses.fields(Definition)}
-    pack({**facts, "fields": fields}, parcel, reduced_by_frameworks)
+    known = [] if definition.batches is None else definition.batches.known
+    pack({**facts, "fields": fields, "epochs": known}, parcel, reduced_by_frameworks)
 
 
 def described(framework: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
-from phalanx.definition.fields import Definition
+from phalanx.definition.fields import unpacked
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.engines.processes.messages import DriverChannel, as_told
@@ -72,7 +72,7 @@ class Worker:
         signal.signal(signal.SIGINT, _left_to_the_caller)
         self._caller, self._mailbox, self._number = caller, mailbox, number
         self._placement, self._step, self._timer = setup["placement"], 0, SnapshotTimer()
-        self._definition = Definition(**setup["fields"])
+        self._definition = unpacked(setup)
         self._framework: Framework = open_framework(self._definition, ["cpu"])
         self.environment = self._framework.environment
         self._share(arena, base, setup)
@@ -218,9 +218,9 @@ class Worker:
         self._shard.frozen.enter(step)
         self._barrier.enter(step)
 
-    def _describe(self, save: bool, metric: tuple[float, int] | None = None) -> dict[str, Any]:
-        if metric is not None:
-            self._framework.schedule(*metric)  # repeated, it changes nothing
+    def _describe(self, save: bool, change: tuple[Any, int] | None = None) -> dict[str, Any]:
+        if change is not None:
+            self._framework.schedule(*change)  # repeated, it changes nothing
         if save:
             self._save()
         return self._shard.state()

@@ -17,7 +17,7 @@ from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_static, compiled
 from phalanx.frameworks.torch.model import checked
-from phalanx.frameworks.torch.optimizer import updates_of
+from phalanx.frameworks.torch.optimizer import retrain, updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean
@@ -26,7 +26,7 @@ from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.sharing import Sharing
 from phalanx.frameworks.torch.snapshot import adopt, captured, entries
 from phalanx.seams import Arithmetic, Lanes
-from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
+from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Training, Watch, Weights
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import Reentrant
 
@@ -109,8 +109,11 @@ class Torch:
             pass
         self._describable = True
 
-    def schedule(self, value: float, epoch: int | None = None) -> None:
-        self._updates.schedule(value, epoch)
+    def schedule(self, value: float | Training, epoch: int | None = None) -> None:
+        if isinstance(value, Training):
+            retrain(self._updates, value)
+        else:
+            self._updates.schedule(value, epoch)
 
     def rewind(self) -> None:
         self._lane.rewind()

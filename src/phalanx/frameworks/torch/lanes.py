@@ -31,7 +31,7 @@ from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.plan.fold import Placement, dealt, hosts
 from phalanx.seams import Arithmetic, Lanes
-from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
+from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Training, Watch, Weights
 
 
 class TorchLanes(Torch):
@@ -151,7 +151,7 @@ class TorchLanes(Torch):
         if not self._describable:
             self._describe()
 
-    def schedule(self, value: float, epoch: int | None = None) -> None:
+    def schedule(self, value: float | Training, epoch: int | None = None) -> None:
         """A schedule may freeze parameters, so all copies of the model freeze the same."""
         super().schedule(value, epoch)
         self._freeze_alike()

@@ -19,12 +19,13 @@ from torch.nn.modules import module
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from phalanx.definition import generators
-from phalanx.definition.fields import Definition, Phase
+from phalanx.definition.fields import SAMPLING, Definition, Phase
 from phalanx.definition.plain import check_like, is_flag
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import FOREACH, Gradient
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
 from phalanx.plan import update_key
+from phalanx.seams.records import Training
 
 MODULE_HOOKS = tuple(name for name in vars(module) if name.startswith("_global_") and name.endswith("_hooks"))
 OLD_STYLE = "optimizer=lambda named: MyOptimizer([parameter for _, parameter in named])"
@@ -227,6 +228,30 @@ def _rates(group: dict[str, Any]) -> dict[str, Any]:
     return {name: float(value) if type(value) is int else value for name, value in group.items()}
 
 
+def retrain(updates: Updates, change: Training) -> None:
+    """Freeze or thaw parameters.
+
+    Raises
+    ------
+    UsageError
+        No optimizer has one that is to be thawed, or no parameter would be trained any more.
+    """
+    schedules = [each._schedules for each in (updates._phases if isinstance(updates, Phased) else [updates])]
+    chosen = {name: item for name, item in updates.named if name in change.names and item.is_floating_point()}
+    updated = {id(item) for schedule in schedules for members in schedule.members for item in members}
+    if lacking := [name for name, item in chosen.items() if change.trained and id(item) not in updated]:
+        raise UsageError(
+            f"thaw: no optimizer has {lacking[0]!r}; let optimizer take all parameters that it is called with: those "
+            "that are frozen are left as they are"
+        )
+    if not change.trained and not any(item.requires_grad for name, item in updates.named if name not in chosen):
+        raise UsageError("freeze: no parameter would be trained any more; leave some out")
+    for parameter in chosen.values():
+        parameter.requires_grad_(change.trained)
+    for schedule in schedules:
+        vars(schedule).pop("told", None)
+
+
 def updates_of(definition: Definition, named: Named, model: torch.nn.Module) -> Updates:
     """The optimizers of a recipe, over all parameters."""
     return Phased(definition, named, model) if definition.phases else Update(definition, named, model)
@@ -261,7 +286,7 @@ def covered(phase: Phase, named: Named, model: torch.nn.Module) -> Named:
 
 def _alone(definition: Definition, phase: Phase) -> Definition:
     """A recipe that has this phase's optimizer and scheduler as its own."""
-    nothing = dict.fromkeys(("data", "steps", "epochs", "phases"))
+    nothing = dict.fromkeys(("data", "steps", "epochs", "phases", *SAMPLING))
     return dataclasses.replace(definition, optimizer=phase.optimizer, scheduler=phase.scheduler, **nothing)
 
 

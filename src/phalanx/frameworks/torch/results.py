@@ -51,6 +51,7 @@ class Shown:
         self._tensors = self._params = {name: weight.data for name, weight in zip(names, weights, strict=True)}
         self._pairs = list(zip(self._params.values(), weights, strict=True))
         self._before = self._now()
+        self._trained: dict[str, bool] = {}  # what the model to look at has
 
     @functools.cached_property
     def model(self) -> torch.nn.Module:
@@ -66,12 +67,17 @@ class Shown:
         self.follow()
         self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._before = self._now()
+        self._trained = {name: tensor.requires_grad for name, tensor in model.named_parameters()}
         return model
 
     def follow(self) -> Exported:
         """The model to look at; user code may have put weights elsewhere meanwhile."""
         for mine, weight in self._pairs:
             mine.data = weight.data
+        for name, parameter in self.trained.named_parameters() if self._trained else ():
+            if (trained := parameter.requires_grad) != self._trained[name]:  # the run froze or thawed it
+                self._tensors[name].requires_grad_(trained)
+                self._trained[name], self._before[name] = trained, (self._before[name][0], trained)
         return Exported(lambda: self.model, self._params, "", self._check)
 
     def _now(self) -> dict[str, tuple[int, bool]]:

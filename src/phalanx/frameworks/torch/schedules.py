@@ -57,10 +57,8 @@ class Schedules:
     """
 
     def __init__(self, definition: Definition, optimizers: Sequence[torch.optim.Optimizer], named: Named) -> None:
-        make, self._per_epoch = definition.scheduler, None
-        if definition.schedule_every == "epoch":
-            self._per_epoch = definition.per_epoch
-            assert self._per_epoch is not None, "the definition refuses epochs of unknown length here"
+        make, by_epochs = definition.scheduler, definition.schedule_every == "epoch"
+        self._epoch_ended = definition.epoch_ended if by_epochs else None
         self._on_metric = definition.schedule_on is not None
         self._counted = {"steps": 0, "total": 0.0, "metrics": 0}  # where epochs are counted; follows from losses
         self._seed, self._steps = definition.seed, 0
@@ -76,21 +74,29 @@ class Schedules:
         warn_of_units(definition, self._schedulers)
         self._grouped = [list(optimizer.param_groups) for optimizer in optimizers]
         self._groups = [group for groups in self._grouped for group in groups]
-        self._members = [list(group["params"]) for group in self._groups]
+        self.members = [list(group["params"]) for group in self._groups]
         self.restrict(
             set(_homes(optimizers, named))
         )  # a scheduler may have kept the lists in which it found parameters
 
     def restrict(self, mine: set[int]) -> None:
         """Leave the optimizers only the parameters with these ids."""
-        for group, parameters in zip(self._groups, self._members, strict=True):
+        for group, parameters in zip(self._groups, self.members, strict=True):
             group["params"] = [parameter for parameter in parameters if id(parameter) in mine]
 
     @functools.cached_property
     def told(self) -> tuple[float, float]:
-        """What workers compare before an update: a checksum of all options; and the first group's rate, to be named."""
+        """What workers compare before an update: a checksum of options and what is frozen; the first group's rate."""
         lr = torch.as_tensor(self._groups[0].get("lr", math.nan), dtype=torch.float64).mean()
-        return float(zlib.crc32(ENCODE([_options(group) for group in self._groups]).encode())), lr.item()
+        options = [_options(group) for group in self._groups]
+        return float(zlib.crc32(ENCODE([options, self._retrained()]).encode())), lr.item()
+
+    def _retrained(self) -> dict[int, bool]:
+        """What was frozen (False) or thawed since the optimizers were made, by the parameter's number."""
+        now = (parameter.requires_grad for parameter in self._parameters)
+        return {
+            number: is_now for number, (is_now, was) in enumerate(zip(now, self._trained, strict=True)) if is_now != was
+        }
 
     def step(self, loss: float) -> None:
         """Count a step that was done or skipped; step all schedulers if they are due.
@@ -101,23 +107,23 @@ class Schedules:
             A scheduler used parameters or the state of an optimizer.
         """
         self._steps += 1
-        if self._schedulers and (value := loss if self._per_epoch is None else self._count(loss)) is not None:
+        if self._schedulers and (value := loss if self._epoch_ended is None else self._count(loss)) is not None:
             self._step_all(value)
 
     def step_metric(self, epoch: int, value: float) -> None:
         """Step all with the value of a metric, once for an epoch. Raises as ``step`` does."""
-        if self._schedulers and self._per_epoch is not None and epoch >= self._counted["metrics"]:
+        if self._schedulers and self._epoch_ended is not None and epoch >= self._counted["metrics"]:
             self._counted["metrics"] = epoch + 1
             self._step_all(value)
 
     def _count(self, loss: float) -> float | None:
         """Count a step; the mean loss of the epoch if that was its last step, and no metric is waited for."""
-        assert self._per_epoch is not None, "who asks has looked"
+        assert self._epoch_ended is not None, "who asks has looked"
         self._counted["steps"] += 1
         self._counted["total"] += loss
-        if self._counted["steps"] % self._per_epoch:
+        if not (length := self._epoch_ended(self._counted["steps"])):
             return None
-        mean, self._counted["total"] = self._counted["total"] / self._per_epoch, 0.0
+        mean, self._counted["total"] = self._counted["total"] / length, 0.0
         return None if self._on_metric else mean
 
     def _step_all(self, loss: float) -> None:
@@ -170,10 +176,8 @@ class Schedules:
             {key: value for key, value in scheduler.state_dict().items() if not _apart(value)}
             for scheduler in self._schedulers
         ]
-        states += [] if self._per_epoch is None else [dict(self._counted)]
-        now = (parameter.requires_grad for parameter in self._parameters)
-        pairs = enumerate(zip(now, self._trained, strict=True))
-        return [groups, states, self._steps, {number: is_now for number, (is_now, was) in pairs if is_now != was}]
+        states += [] if self._epoch_ended is None else [dict(self._counted)]
+        return [groups, states, self._steps, self._retrained()]
 
     def take_options(
         self, groups: list[Any], states: list[Any], steps: int = 0, trained: dict[int, bool] | None = None
@@ -186,7 +190,7 @@ class Schedules:
         for optimizer, theirs in zip(self._optimizers, groups, strict=True):
             for group, values in zip(optimizer.param_groups, theirs, strict=True):
                 group.update(values)
-        if self._per_epoch is not None:
+        if self._epoch_ended is not None:
             *states, counted = states
             self._counted = {name: type(value)(counted[name]) for name, value in self._counted.items()}
         for scheduler, state in zip(self._schedulers, states, strict=True):

@@ -1,0 +1,43 @@
+"""Train a part of the model from an epoch on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.definition import checks
+from phalanx.errors import UsageError
+
+
+class Thaw:
+    """Freezes parameters when the run begins, and trains them from an epoch on.
+
+    The step at which they are thawed follows from the recipe, and snapshots have what is frozen, so the answer is exact
+    for any number of workers, kills and resumes. It is an option that changes the answer.
+
+    Parameters
+    ----------
+    *names : str
+        Names or patterns of parameters, as ``run.thaw`` takes them: ``Thaw("encoder.*", epoch=2)``.
+    epoch : int
+        The first epoch, counted from 0, in which they are trained; at least 1.
+    """
+
+    everywhere = True
+
+    def __init__(self, *names: str, epoch: int) -> None:
+        self._names, self._epoch, self._run = names, checks.integer("epoch", epoch, least=1), None
+        if not names:
+            raise UsageError("Thaw has no names; name parameters, as in Thaw('encoder.*', epoch=2)")
+
+    def begin(self, run: Any) -> None:
+        """Freeze them, unless the run goes on from a snapshot, which has what was frozen."""
+        self._run: Any = run
+        if run.epoch is None:
+            raise UsageError("Thaw counts epochs, and a stream or brought batches have none; call run.thaw() yourself")
+        if not run.steps:
+            run.freeze(*self._names)
+
+    def step(self, report: Any) -> None:
+        """Thaw them where the epoch before ends."""
+        if report.epoch is not None and report.epoch < self._epoch == self._run.epoch:
+            self._run.thaw(*self._names)
