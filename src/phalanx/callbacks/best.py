@@ -76,9 +76,9 @@ class Better:
 class EarlyStopping:
     """Ends the run once so many evaluations in a row have not improved on the best.
 
-    It decides how many steps there are, so it is the one option of ``train`` that changes the answer. The answer is
-    exact all the same: evaluations have the same bits for any number of workers, and what was counted is in snapshots,
-    so a run that was killed and resumed stops after the same step.
+    It decides how many steps there are, so it changes the answer, as a few options of ``train`` do. The answer is exact
+    all the same. Evaluations have the same bits for any number of workers, and the count is in snapshots. So a run that
+    was killed and resumed stops after the same step.
 
     Parameters
     ----------
