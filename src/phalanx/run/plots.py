@@ -213,9 +213,9 @@ def new_axes(height: float = 4) -> Axes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("plot needs matplotlib; install it: pip install 'phalanx[plot]'") from error
-    figure = Figure(figsize=(7, height), dpi=130, layout="constrained")
+    figure: Any = Figure(figsize=(7, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    ax: Any = figure.subplots()
+    ax = figure.subplots()
     ax._repr_png_ = figure._repr_png_ = functools.partial(_png, figure)  # what notebooks ask an object for
     return ax
 
