@@ -765,3 +765,14 @@ def test_a_name_that_is_also_a_submodule_of_torch_travels():
         lambda: torch.nn.Linear(3, 3), Photos(), torch.nn.functional.mse_loss, replicas=2, batch_size=4, steps=2
     )
     assert recipe.train(workers=2, engine="processes").digest == recipe.train(engine="inline").digest
+
+
+def test_functions_keep_the_names_of_their_files(sent):
+    """What a worker raises or warns of is to show its file and line, also in a function within a function."""
+
+    def outer():
+        return lambda: None
+
+    arrived = sent(outer)
+    assert arrived.__code__.co_filename == __file__
+    assert arrived().__code__.co_filename == __file__

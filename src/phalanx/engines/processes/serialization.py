@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -46,6 +46,7 @@ _DEFINED: weakref.WeakSet[type] = weakref.WeakSet()  # in a worker, classes that
 NUMBER = struct.Struct("<q")
 CONTAINERS = (dict, list, tuple, set, frozenset)
 DEPTH = 6
+NAMELESS = "<dynamic-code>"  # what stands in place of a file's name
 WORTH_CHECKING = 1 << 26  # bytes
 ROOT_FACTOR = 4  # a view's base that is at most so many times as large travels whole, once for all its views
 
@@ -82,6 +83,10 @@ class Packer(cloudpickle.Pickler):
             return _cached_property, (obj.func, obj.attrname)
         if isinstance(obj, weakref.WeakKeyDictionary):  # as functools.singledispatch has one
             return weakref.WeakKeyDictionary, (dict(obj),)
+        if isinstance(obj, CodeType):
+            make, arguments = self.dispatch_table[CodeType](obj)
+            # cloudpickle 3.1.3 leaves out the file's name, which errors and warnings in workers have to show.
+            return make, tuple(obj.co_filename if item == NAMELESS else item for item in arguments)
         if isinstance(obj, (type, FunctionType)):
             self._consider(obj.__module__)
         elif isinstance(obj, ModuleType):
