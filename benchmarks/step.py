@@ -45,7 +45,6 @@ LIMIT = """Computing alone: 2 processes at once, forward and backward of one sha
 handled as in phalanx's workers (kept by the process, in huge pages). Traffic: each of the 2 gradients read once,
 weights and AdamW's two states read and written once, at the bandwidth of copying 256 MiB with all cores (bytes read and
 written). The limit is the sum of both. What fits in the caches costs less than this says."""
-PROFILE = "Where W=2 spends its steps, mean of both workers, in ms a step (`wait` is waiting for the other worker):"
 
 Facts = dict[str, list[dict]]
 
@@ -58,27 +57,17 @@ def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
         case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size,
         steps=case.warm_up + case.steps, optimizer=models.OPTIMIZER, precision=case.precision,
     )  # fmt: skip
-    phases = {}
     with recipe.start(workers=workers, engine="inline" if workers == 1 else "processes", progress=False) as run:
         for _ in itertools.islice(run, case.warm_up):
             pass
-        warm = clocks(run) if workers > 1 else {}
         began = time.perf_counter()
         run.finish()
         ended = time.perf_counter()
-        if workers > 1:
-            phases = {name: (spent - warm[name]) / case.steps for name, spent in clocks(run).items()}
     return {
         "seconds": (ended - began) / case.steps,
         "span": [began, ended],
         "digest": run.result().digest,
-        "phases": phases,
     }
-
-
-def clocks(run) -> dict[str, float]:
-    """Seconds spent in each phase so far, mean of the workers. The engine is nobody's business but a profile's."""
-    return {name: statistics.mean(times) for name, times in run._engine.counters.seconds().items()}
 
 
 def measure(column: str, case: models.Case) -> dict:
@@ -206,16 +195,6 @@ def limit_table(measured: dict[str, Facts]) -> str:
     return markdown([*header, "phalanx / limit"], rows)
 
 
-def profile_table(measured: dict[str, Facts]) -> str:
-    """Milliseconds a step in each phase, medians of the rounds."""
-    names = list(next(iter(measured.values()))["W=2"][0]["phases"])
-    rows = [
-        [model, *(spelled(statistics.median(run["phases"][name] for run in facts["W=2"]) * 1e3) for name in names)]
-        for model, facts in measured.items()
-    ]
-    return markdown(["model", *names], rows)
-
-
 def text(measured: dict[str, Facts], rounds: int, *, quick: bool) -> str:
     """The report."""
     cases = {model: models.case(model) for model in measured}
@@ -226,7 +205,6 @@ def text(measured: dict[str, Facts], rounds: int, *, quick: bool) -> str:
         "The digest is that of 4 replicas: checked to be equal for 1 (inline), 2 and 4 workers, in every round.",
         f"## The price of replicas in one process\n\n{price_table(measured)}",
         f"## The limit\n\n{LIMIT}\n\n{limit_table(measured)}",
-        f"{PROFILE}\n\n{profile_table(measured)}",
     ]
     return "\n\n".join(parts) + "\n"
 

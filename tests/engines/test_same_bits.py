@@ -1,5 +1,6 @@
 """Workers change no bit: worker processes answer what the inline engine answers, for any W and any placement."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -734,8 +735,8 @@ def arrival_order():
         first, *others = sorted(present)
         return [(first, other) for other in others]
 
-    assert link.additions.__name__ == "additions"
-    link.additions = straight
+    assert link.added.__name__ == "added"
+    link.added = straight
 
 
 def buffers_left_out():
@@ -815,11 +816,11 @@ def test_faults_in_the_workers(fault, name, replicas, workers, changes):
 
 
 def notice(recipe, fault, workers):
-    """A run ends in another digest with the fault than without it."""
+    """A run ends in another digest with the fault than without it, or in a replica that two workers compute unlike."""
     expected = course(recipe, engine="inline")[0]
-    digests = [course(planted(recipe, plant), engine="processes", workers=workers)[0] for plant in (nothing, fault)]
-    assert digests[0] == expected
-    assert digests[1] != expected
+    assert course(planted(recipe, nothing), engine="processes", workers=workers)[0] == expected
+    with contextlib.suppress(phalanx.StateError):
+        assert course(planted(recipe, fault), engine="processes", workers=workers)[0] != expected
 
 
 def planted(recipe, plant):

@@ -23,7 +23,6 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.checkpoint import snapshot
 from phalanx.frameworks.torch.optimizer import Update
-from phalanx.frameworks.torch.replica.buffers import Buffers
 from tests.engines.deaths import hunted
 from tests.families import (
     ADAMW,
@@ -88,7 +87,17 @@ def test_the_driver_is_killed_after_every_step(tmp_path, wanted, drive, step):
 
 
 def forget_buffers(monkeypatch):
-    monkeypatch.setattr(Buffers, "renew", lambda buffers: None)
+    from phalanx.frameworks.torch import adapter
+
+    original = adapter.adopt
+
+    def adopt(model, updates, state):
+        before = [value.clone() for value in model.buffers()]
+        original(model, updates, state)
+        for value, kept in zip(model.buffers(), before, strict=True):
+            value.copy_(kept)
+
+    monkeypatch.setattr(adapter, "adopt", adopt)
 
 
 def forget_schedule(monkeypatch):

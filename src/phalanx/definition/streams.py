@@ -252,9 +252,10 @@ class Supply:
         """
         check_like(state, {**LIKE, **(WAITING if state and state.get("read") else {})}, STATE)
         self.epoch, self._before, read = state["epoch"], state["before"], state["read"]
-        slots = state.get("slots", [])
-        waiting = sorted({*state.get("ready", []), *slots})
-        if state["given"] != self._before + read - len(slots) or not all(0 <= number < read for number in waiting):
+        ready, slots = state.get("ready", []), state.get("slots", [])
+        waiting = sorted([*ready, *slots])
+        once = len(set(waiting)) == len(waiting) and all(0 <= number < read for number in waiting)
+        if state["given"] != self._before + read - len(slots) or not once:
             raise ValueError(f"{STATE} has {waiting} waiting, of {read} samples that were read")
         epochs = self._definition.epochs
         if epochs is not None and self.epoch > epochs:

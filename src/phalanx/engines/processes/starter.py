@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -68,7 +69,8 @@ class Zygote:
         _fill_standard()
         self._socket, theirs = socket.socketpair()
         self._lock = threading.Lock()
-        self._folder = tempfile.mkdtemp(prefix="phalanx-")  # for what workers compile; gone afterwards
+        # For what workers compile; gone afterwards. Who compiles makes it: while they import, nobody could remove it.
+        self._folder = os.path.join(tempfile.gettempdir(), f"phalanx-{secrets.token_hex(8)}")
         self._process = subprocess.Popen(
             [*command(theirs.fileno(), os.getpid(), self._folder, frameworks), *modules],
             pass_fds=[theirs.fileno()],

@@ -59,6 +59,7 @@ class JaxRecord(Record):
         import phalanx.frameworks.jax.adapter  # noqa: F401
         from phalanx.frameworks.jax.environment import share_programs
 
+        os.makedirs(folder, mode=0o700, exist_ok=True)
         share_programs(folder)
 
     def settings(self) -> dict[str, Any]:
