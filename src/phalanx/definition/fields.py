@@ -282,7 +282,7 @@ class Definition:
         if self.batch_sampler is None or self.source is None:
             return None
         seeder = functools.partial(generators.seeded, owned=self.generators)
-        return Batches(self.batch_sampler, len(self.source), self.seed, self.epochs, seeder)
+        return Batches(self.batch_sampler, len(self.source), self.seed, self.steps, self.epochs, seeder)
 
     def epoch_ended(self, steps: int) -> int:
         """How many steps the epoch has that ends after so many planned steps; 0 if none ends there."""
