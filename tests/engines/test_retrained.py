@@ -12,7 +12,7 @@ from torch import nn
 import phalanx
 from phalanx.callbacks import Thaw
 from phalanx.checkpoint.chained import Chained
-from phalanx.proof.verify import verify
+from phalanx.proof.verify import certify, verify
 from tests.engines.moving import hurry, moves, turn_back
 from tests.hosts.worlds import world
 from tests.state.runs import assert_same, engine_of
@@ -137,6 +137,13 @@ def test_a_loop_that_stops_where_it_thaws_goes_on_there(tmp_path):
     assert verify(over(), tmp_path, progress=False).status == 0
 
 
+def test_a_certificate_does_not_have_them(tmp_path):
+    """A certificate holds a recipe alone, and training that again would freeze nothing: there is none."""
+    over(epochs=2).train(engine="inline", run_dir=tmp_path, callbacks=[Thaw(ENCODER, epoch=1)])
+    with pytest.raises(phalanx.UsageError, match="froze or thawed parameters, which is not in its recipe"):
+        certify(over(epochs=2), tmp_path)
+
+
 def events(folder):
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] in ("freeze", "thaw")]
@@ -164,7 +171,10 @@ def test_the_model_to_look_at_says_what_is_trained(workers):
 
 
 WRONG = [
-    (lambda run: run.freeze("encodr.0.weight"), "no parameter or module is called 'encodr.0.weight'; close to it are encoder.0"),
+    (
+        lambda run: run.freeze("encodr.0.weight"),
+        "no parameter or module is called 'encodr.0.weight'; close to it are encoder.0",
+    ),
     (lambda run: run.thaw(ENCODER, "tail.*"), "no parameter or module is called 'tail"),
     (lambda run: run.freeze("*"), "the optimizer would have no parameter to train"),
     (lambda run: run.freeze(), "no parameter or module is called ''"),

@@ -266,8 +266,8 @@ class ProgressLines(Observer):
         self._losses.append(report.loss)
         self._samples += report.samples
         self._metrics |= report.metrics
-        planned = self._definition.source is not None
-        if (planned and self._definition.epoch_ended(report.step + 1)) or time.monotonic() - self._since >= LINE_SECONDS:
+        ended = self._definition.source is not None and self._definition.epoch_ended(report.step + 1)
+        if ended or time.monotonic() - self._since >= LINE_SECONDS:
             self._line()
 
     def end(self) -> None:
