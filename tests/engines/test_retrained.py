@@ -12,7 +12,7 @@ from torch import nn
 import phalanx
 from phalanx.callbacks import Thaw
 from phalanx.checkpoint.chained import Chained
-from phalanx.proof.verify import verify
+from phalanx.proof.verify import certify, verify
 from tests.engines.moving import hurry, moves, turn_back
 from tests.hosts.worlds import world
 from tests.state.runs import assert_same, engine_of
@@ -137,6 +137,13 @@ def test_a_loop_that_stops_where_it_thaws_goes_on_there(tmp_path):
     assert verify(over(), tmp_path, progress=False).status == 0
 
 
+def test_a_certificate_does_not_have_them(tmp_path):
+    """A certificate holds a recipe alone, and training that again would freeze nothing: there is none."""
+    over(epochs=2).train(engine="inline", run_dir=tmp_path, callbacks=[Thaw(ENCODER, epoch=1)])
+    with pytest.raises(phalanx.UsageError, match="froze or thawed parameters, which is not in its recipe"):
+        certify(over(epochs=2), tmp_path)
+
+
 def events(folder):
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] in ("freeze", "thaw")]
@@ -164,11 +171,14 @@ def test_the_model_to_look_at_says_what_is_trained(workers):
 
 
 WRONG = [
-    (lambda run: run.freeze("encodr.0.weight"), "no parameter is called 'encodr.0.weight'; close to it are encoder.0"),
-    (lambda run: run.thaw(ENCODER, "tail.*"), "no parameter is called 'tail"),
-    (lambda run: run.freeze("*"), "no parameter would be trained any more"),
-    (lambda run: run.freeze(), "no parameter is called ''"),
-    (lambda run: run.freeze(3), "no parameter is called 3"),
+    (
+        lambda run: run.freeze("encodr.0.weight"),
+        "no parameter or module is called 'encodr.0.weight'; close to it are encoder.0",
+    ),
+    (lambda run: run.thaw(ENCODER, "tail.*"), "no parameter or module is called 'tail"),
+    (lambda run: run.freeze("*"), "the optimizer would have no parameter to train"),
+    (lambda run: run.freeze(), "no parameter or module is called ''"),
+    (lambda run: run.freeze(3), "no parameter or module is called 3"),
 ]
 
 
@@ -183,6 +193,33 @@ def test_names_that_are_refused_change_nothing(workers):
         assert run.result().digest == over(epochs=1).train(engine="inline").digest
     with pytest.raises(phalanx.UsageError, match="closed"):
         run.freeze(ENCODER)
+
+
+def test_a_module_is_named_as_in_phases():
+    """A module's name means its parameters, here as in a phase, and a phase takes patterns."""
+    ways = [{"callbacks": [Thaw(name, epoch=1)]} for name in ("encoder", ENCODER)]
+    assert len({over(epochs=2).train(engine="inline", **way).digest for way in ways}) == 1
+    phase = phalanx.Phase(nn.functional.cross_entropy, parameters=["encoder.?.*", "head"])
+    covered = [name for name, _ in Net().named_parameters() if phase.covers(name)]
+    assert covered == [name for name, _ in Net().named_parameters()]
+    assert not phase.covers("encoders.weight")
+
+
+def test_a_phase_keeps_something_to_train():
+    """All parameters of a phase cannot be frozen: its next step would have nothing to compute."""
+    phases = [phalanx.Phase(nn.functional.cross_entropy, parameters=name) for name in ("encoder", "head")]
+    recipe = over(loss_fn=None, phases=phases, epochs=1)
+    with recipe.start(engine="inline") as run:
+        with pytest.raises(phalanx.UsageError, match="an optimizer of phases would have no parameter to train"):
+            run.freeze("head")
+        run.finish()
+        assert run.result().digest == recipe.train(engine="inline").digest
+
+
+def test_evaluate_refuses_arguments_that_it_would_ignore():
+    """``run.evaluate`` is done at once, so that it has no period."""
+    with over().start(engine="inline") as run, pytest.raises(TypeError, match="every_steps"):
+        run.evaluate(nn.functional.cross_entropy, (X, Y), every_steps=2)
 
 
 def heads_only(named):

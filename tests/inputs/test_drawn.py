@@ -3,9 +3,11 @@
 import bisect
 import collections
 import functools
+import io
 import itertools
 import os
 import signal
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -211,6 +213,24 @@ def test_epochs_that_differ(workers):
     epochs = [bisect.bisect_right(ends, step) for step in range(ends[3])]
     assert rates == [(epoch, 0.5**epoch) for epoch in epochs]
     assert result.steps_per_epoch is None
+
+
+def test_a_sampler_is_not_called_for_epochs_that_no_step_has():
+    """A sampler may know as many epochs as the steps need; evaluations and ``Thaw`` count no others."""
+    evaluation = phalanx.Evaluation(lambda output, target: 0.0, InOrder(), every_epochs=5)
+    batches = [[[0, 1], [2]], [[3], [4, 5]]]
+    recipe = over(batch_sampler=lambda epoch, generator: batches[epoch], steps=4)
+    name = next(name for name, _ in recipe.make_model().named_parameters())
+    result = recipe.train(engine="inline", evaluation=evaluation, callbacks=[phalanx.callbacks.Thaw(name, epoch=2)])
+    assert (result.steps, [item.steps for item in result.metric_history]) == (4, [4])
+
+
+def test_lines_come_after_epochs_that_differ(monkeypatch):
+    """Without a terminal there is a line after each epoch of a sampler, too."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    over(batch_sampler=uneven, epochs=3).train(engine="inline", progress=True)
+    lines = sys.stderr.getvalue().splitlines()
+    assert [line.split(", ")[0] for line in lines] == [f"phalanx: epoch {number}/3" for number in (1, 2, 3)]
 
 
 def test_schedules_get_the_mean_loss_of_their_epoch():

@@ -68,7 +68,7 @@ def test_saving_and_loading(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     """A snapshot of other parameters or of another optimizer is refused by name; another rate is another recipe's."""
     MLP.recipe(2, steps=2).train(engine="inline", run_dir=tmp_path)
-    with pytest.raises(phalanx.SnapshotError, match="embedding is missing in the snapshot"):
+    with pytest.raises(phalanx.UsageError, match="warm_start does not fit the model: missing: embedding"):
         FAMILIES["masked_tokens"].recipe(2).train(engine="inline", warm_start=tmp_path)
     for name, changes in (("seed", {"seed": 1}), ("optimizer", {"optimizer": optax.sgd(0.2, momentum=0.9)})):
         with pytest.raises(phalanx.UsageError, match=rf"another recipe: {name}\b[^;]* is "):

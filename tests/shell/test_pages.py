@@ -100,15 +100,28 @@ def test_the_best_of_many_runs_is_marked(tmp_path):
     for folder, lr in zip(folders, (1e-3, 0.1, 1e-9), strict=True):
         recipe(epochs=2, lr=lr, optimizer=None).train(run_dir=folder, evaluation=evaluation())
     rows = pages.report(folders, tmp_path / "report.html")
-    best = max(range(3), key=lambda number: rows[number]["last accuracy"])
-    assert [row.get("best") for row in rows] == ["by accuracy" if number == best else None for number in range(3)]
+    values = [float(row["best"].split()[1]) for row in rows]
+    best = values.index(max(values))
+    assert ["accuracy" in row["best"] for row in rows] == [True] * 3
+    assert [row["best"].endswith(" *") for row in rows] == [number == best for number in range(3)]
     assert f'<tr class="best"><td>{folders[best].name}<' in (tmp_path / "report.html").read_text()
     figure = plots.plot_runs(["run"] * 12, [{"loss": [(0, 1.0)]}] * 12, [[]] * 12)
     styles = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines if line.get_marker() == "."}
     assert len(styles) == 12
-    losses = [{"last loss": 2.0, "last odd": 1.0}, {"last loss": 1.0, "last odd": 2.0}]
-    assert pages.best_of(losses) == ("last loss", 1)
-    assert pages.best_of(losses[:1]) == ("", None)
+
+
+def test_a_run_without_the_metric_does_not_hide_it():
+    """Where one run evaluated nothing, the others are compared by their metric, in the page as in the list of runs."""
+    none, worse, better = (pages.History(name) for name in ("none", "worse", "better"))
+    for history, loss, metrics in ((none, 0.1, {}), (worse, 1.0, {"accuracy": 0.5}), (better, 2.0, {"accuracy": 0.7})):
+        history.steps = {0: {"loss": loss, "samples": 1, "metrics": metrics}}
+    assert pages.best_of([none, worse, better]) == 2
+    assert "<td>last accuracy</td>" in pages.page([none, worse, better])
+    odd = [
+        pages.History(name, {0: {"loss": loss, "samples": 1, "metrics": {"odd": 1.0}}})
+        for name, loss in (("a", 2.0), ("b", 1.0))
+    ]
+    assert pages.best_of(odd) == 1
 
 
 def test_a_page_has_the_recipe_and_the_clock(run_dir, tmp_path):

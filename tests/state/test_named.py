@@ -79,6 +79,13 @@ def test_an_export_of_a_snapshot_without_names(trained, tmp_path, capsys):
         export_weights(str(tmp_path / "old"), str(tmp_path / "exported.safetensors"), best=True)
 
 
+def test_an_export_of_the_best_needs_its_file(trained, tmp_path):
+    """A snapshot alone has no best weights beside it, which is said with the way out."""
+    newest = max((trained[0] / "snapshots").iterdir())
+    with pytest.raises(phalanx.UsageError, match="give the directory of a run, not a snapshot"):
+        export_weights(str(newest), str(tmp_path / "exported.safetensors"), best=True)
+
+
 def test_names_that_lead_nowhere(tmp_path):
     """A snapshot whose names are of no weights is damaged."""
     with tied_recipe().start(engine="inline") as run:
@@ -172,6 +179,14 @@ def test_weights_that_do_not_fit(trained, case):
     make, words = MISFITS[case]
     with pytest.raises(phalanx.UsageError, match=words):
         tied_recipe().train(warm_start=make(trained[1].model.state_dict()), engine="inline")
+
+
+def test_a_snapshot_that_does_not_fit(trained):
+    """A snapshot of another model is refused in the same words as a file or a dict."""
+    with pytest.raises(
+        phalanx.UsageError, match="does not fit the model: missing: weight, bias; not in the model: emb"
+    ):
+        tied_recipe(lambda: torch.nn.Linear(2, 2)).train(warm_start=trained[0], engine="inline")
 
 
 def test_a_file_that_is_cut_off(trained, tmp_path):

@@ -108,7 +108,7 @@ def test_another_shape_that_fits_is_another_tensor(folder):
     found = phalanx.load(folder).weights[NAME]
     assert found.shape == (1, 216)
     assert found.flatten().equal(whole.flatten())
-    with pytest.raises(phalanx.SnapshotError, match=rf"{NAME} is float32\[1, 216\] in the snapshot"):
+    with pytest.raises(phalanx.UsageError, match=rf"{NAME} is float32\[1, 216\] there"):
         norm_recipe(1).train(warm_start=folder, engine="inline")
 
 

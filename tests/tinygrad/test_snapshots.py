@@ -125,7 +125,7 @@ def test_another_environment(tmp_path, monkeypatch):
     torch_run = tmp_path / "torch"
     with phalanx.Recipe(_linear, (np.ones((4, 2), np.float32),) * 2, _mean, replicas=1, steps=1).start() as run:
         run.save(torch_run)
-    with pytest.raises(phalanx.SnapshotError):
+    with pytest.raises(phalanx.UsageError, match="warm_start does not fit the model"):
         recipe(1).start(warm_start=torch_run)
 
 

@@ -298,4 +298,10 @@ def best_in(run: pathlib.Path, states: Mapping[str, Any]) -> tuple[int, pathlib.
             "callbacks=[phalanx.callbacks.SaveBest('accuracy')] and a run_dir"
         )
     steps = state["kept"][0][1]
-    return steps, run / FOLDER / FILE.format(steps)
+    path = run / FOLDER / FILE.format(steps)
+    if not path.is_file():
+        raise UsageError(
+            f"--best is given, but there is no {str(path)!r}; give the directory of a run, not a snapshot. If the run "
+            "was killed after a better step, go on with it first"
+        )
+    return steps, path

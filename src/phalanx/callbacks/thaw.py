@@ -17,7 +17,7 @@ class Thaw:
     Parameters
     ----------
     *names : str
-        Names or patterns of parameters, as ``run.thaw`` takes them: ``Thaw("encoder.*", epoch=2)``.
+        Names of modules or parameters, or patterns, as ``run.thaw`` takes them: ``Thaw("encoder", epoch=2)``.
     epoch : int
         The first epoch, counted from 0, in which they are trained; at least 1.
     """
@@ -27,7 +27,7 @@ class Thaw:
     def __init__(self, *names: str, epoch: int) -> None:
         self._names, self._epoch, self._run = names, checks.integer("epoch", epoch, least=1), None
         if not names:
-            raise UsageError("Thaw has no names; name parameters, as in Thaw('encoder.*', epoch=2)")
+            raise UsageError("Thaw has no names; name parameters, as in Thaw('encoder', epoch=2)")
 
     def begin(self, run: Any) -> None:
         """Freeze them, unless the run goes on from a snapshot, which has what was frozen."""

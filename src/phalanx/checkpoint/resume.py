@@ -70,7 +70,6 @@ class ResumeState:
         self._directory: RunDirectory | None = None
         self._earlier: Snapshot | None = None
         self._weights: Mapping[str, Tensor] | None = None
-        self._loose = False  # those are no snapshot's
         try:
             if run_dir is not None:
                 self._directory = RunDirectory(run_dir, keep)
@@ -78,7 +77,6 @@ class ResumeState:
                 self._check_wanted(run_dir)
             if warm_start is not None and self._earlier is None:
                 loose = loose_weights(warm_start)
-                self._loose = loose is not None
                 self._weights = read_any(warm_start).weights if loose is None else loose
         except BaseException:
             self.close()
@@ -100,8 +98,7 @@ class ResumeState:
         earlier = self._earlier
         if self._weights is not None:
             with framework.environment:
-                weights = fitted(self._weights, framework.capture(copy=False)) if self._loose else self._weights
-                framework.adopt(Captured(dict(weights), {}, {}))
+                framework.adopt(Captured(fitted(self._weights, framework.capture(copy=False)), {}, {}))
         rounds = self._definition.rounds
         if earlier is None:
             return RunState(rounds=rounds)

@@ -23,6 +23,7 @@ from phalanx.run.plots import RATE, plot_runs, svg
 
 SHOWN = ("start", "resume", "death", "replaced", "rollback", "snapshot", "failed", "end")
 LAST = "last "
+LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
 MOST_EVENTS = 200  # on a page, the last ones
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 820px; margin: 2rem auto; padding: 0 1rem }
@@ -56,13 +57,27 @@ class History:
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
         names = dict.fromkeys(name for line in self.steps.values() for name in line.get("metrics", {}))
-        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in ("loss", *names, "grad_norm", "lr", RATE)}
+        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *BESIDE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
             for key, value in ({RATE: rate} | line | line.get("metrics", {})).items():
                 if key in curves and isinstance(value, (int, float)) and math.isfinite(value):
                     curves[key].append((step, float(value)))
         return curves
+
+    def last(self) -> dict[str, float]:
+        """The last loss, and the last value of each metric."""
+        return {name: points[-1][1] for name, points in self.curves().items() if points and name not in BESIDE}
+
+    def best(self) -> dict[str, Any]:
+        """The best value of the first metric whose name says what is better, else the lowest loss, with its steps."""
+        curves = self.curves()
+        for name in sorted(self.last(), key=LOSS.__eq__):  # the loss last
+            with contextlib.suppress(UsageError):  # its name does not say what is better
+                rank = Better(name, "auto").rank
+                step, value = min(curves[name], key=lambda point: rank(point[1]))
+                return {"name": name, "value": value, "steps": int(step) + 1}
+        return {}
 
     def row(self) -> dict[str, Any]:
         """The summary of the run, as one row of a table."""
@@ -71,15 +86,14 @@ class History:
         whole = max(stamps, default=0.0) - min(stamps, default=0.0)
         inside = sum(line.get("seconds") or 0.0 for line in self.steps.values())
         saved = sum(line.get("seconds") or 0.0 for line in self.events if line.get("event") == "snapshot")
-        names = [name for name in self.curves() if name not in ("grad_norm", "lr", RATE)]
-        curves = self.curves()
-        last = {f"{LAST}{name}": curves[name][-1][1] for name in names if curves[name]}
-        rates = {f"{when} lr": curves["lr"][at][1] for when, at in (("first", 0), ("last", -1)) if curves["lr"]}
+        rates = self.curves()["lr"]
+        lrs = {f"{when} lr": rates[at][1] for when, at in (("first", 0), ("last", -1)) if rates}
         return {
             "run": self.name,
             "steps": len(self.steps),
-            **last,
-            **rates,
+            **{f"{LAST}{name}": value for name, value in self.last().items()},
+            "best": spelled(self.best()),
+            **lrs,
             "started": _clock(min(stamps, default=None)),
             "ended": _clock(max(stamps, default=None)),
             "lasted": lasting(whole),
@@ -96,7 +110,7 @@ class History:
 
 
 def report(runs: Sequence[pathlib.Path], to: pathlib.Path) -> list[dict[str, Any]]:
-    """Write a page about runs; returns a row for each. Of several, the best one has an entry that says so.
+    """Write a page about runs; returns a row for each. Of several, the best one has a star.
 
     Raises
     ------
@@ -107,23 +121,29 @@ def report(runs: Sequence[pathlib.Path], to: pathlib.Path) -> list[dict[str, Any
     if len({history.name for history in histories}) < len(histories):
         for history, path in zip(histories, runs, strict=True):
             history.name = str(path)
-    rows = [history.row() for history in histories]
-    name, best = best_of(rows)
-    if best is not None:
-        rows[best] |= {"best": f"by {name.removeprefix(LAST)}"}
     to.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(to, lambda file: file.write(page(histories, rows, best).encode()))
+    files.replace(to, lambda file: file.write(page(histories).encode()))
+    return _rows(histories)
+
+
+def best_of(histories: Sequence[History]) -> int | None:
+    """Which run has the best value of all: of the first metric that is the best of one, else of the loss."""
+    bests = [history.best() for history in histories]
+    shared = next((best["name"] for best in bests if best and best["name"] != LOSS), LOSS)
+    rank, known = Better(shared, "auto").rank, [best for best in bests if best and best["name"] == shared]
+    return bests.index(min(known, key=lambda best: rank(best["value"]))) if known else None
+
+
+def spelled(best: Mapping[str, Any]) -> str:
+    """A run's best value, in words."""
+    return "{name} {value:.4g} after {steps}".format(**best) if best else ""
+
+
+def _rows(histories: Sequence[History]) -> list[dict[str, Any]]:
+    rows = [history.row() for history in histories]
+    if len(rows) > 1 and (best := best_of(histories)) is not None:
+        rows[best]["best"] += " *"
     return rows
-
-
-def best_of(rows: Sequence[dict[str, Any]]) -> tuple[str, int | None]:
-    """Which of several runs ends best, and by which entry: the first metric that says what is better, else the loss."""
-    entries = [name for name in (rows[0] if len(rows) > 1 else ()) if all(name in row for row in rows)]
-    for name in sorted((name for name in entries if name.startswith(LAST)), key=f"{LAST}loss".__eq__):
-        with contextlib.suppress(UsageError):
-            better = Better(name.removeprefix(LAST), "auto")
-            return name, min(range(len(rows)), key=lambda number: better.rank(rows[number][name]))
-    return "", None
 
 
 def read(path: pathlib.Path) -> History:
@@ -143,10 +163,12 @@ def read(path: pathlib.Path) -> History:
     return history
 
 
-def page(histories: Sequence[History], rows: Sequence[dict[str, Any]], best: int | None) -> str:
+def page(histories: Sequence[History]) -> str:
     """The whole page. Of several runs there is a table with a row for each first."""
     title = html.escape(", ".join(history.name for history in histories))
-    known = [name for name in rows[0] if name in ("run", "steps", "lasted", "started") or name.startswith(LAST)]
+    rows, best = _rows(histories), best_of(histories)
+    names = dict.fromkeys(name for row in rows for name in row)
+    known = [name for name in names if name in ("run", "steps", "best", "lasted", "started") or name.startswith(LAST)]
     short = [known, *([_number(row.get(name)) for name in known] for row in rows)]
     parts = [f"<h1>phalanx: {title}</h1>", _table(short, best) if len(rows) > 1 else "", _picture(histories)]
     parts += [_table(lines(rows))]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phalanx.callbacks.best import Better
 from phalanx.checkpoint.chain import CHAIN, records
 from phalanx.checkpoint.directory import LOG, at_work
-from phalanx.cli.pages import RATE, History, read
+from phalanx.cli.pages import LOSS, History, best_of, read, spelled
 from phalanx.errors import UsageError
-
-LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
 
 
 def rows_of(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -31,12 +27,10 @@ def rows_of(folder: pathlib.Path) -> list[dict[str, Any]]:
     runs = {str(path.relative_to(folder)): path for path in (folder, *below) if (path / LOG).is_file()}
     if not runs:
         raise UsageError(f"DIR is {str(folder)!r}, in which there is no run; give a folder with directories of runs")
-    rows = [_row(name, path, read(path)) for name, path in runs.items()]
-    bests = [row["best"] for row in rows if row["best"]]
-    shared = next((best["name"] for best in bests if best["name"] != LOSS), LOSS)
-    rank = Better(shared, "auto").rank
-    first = min((best for best in bests if best["name"] == shared), key=lambda best: rank(best["value"]), default=None)
-    return [{**row, "best_of_all": first is not None and row["best"] is first} for row in rows]
+    histories = [read(path) for path in runs.values()]
+    rows = [_row(name, path, history) for (name, path), history in zip(runs.items(), histories, strict=True)]
+    best = best_of(histories)
+    return [{**row, "best_of_all": number == best} for number, row in enumerate(rows)]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
@@ -45,31 +39,29 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     yield ["run", *arguments, "steps", "loss", *metrics, "best", "state"]
     for row in rows:
-        best = "{name} {value:.4g} after {steps}".format(**row["best"]) if row["best"] else ""
         values = [str(row["arguments"].get(name, "")) for name in arguments]
         numbers = [row["loss"], *(row["metrics"].get(name) for name in metrics)]
         shown = ["" if number is None else f"{number:.4g}" for number in numbers]
-        yield [row["run"], *values, str(row["steps"]), *shown, best + " *" * row["best_of_all"], row["state"]]
+        yield [
+            row["run"],
+            *values,
+            str(row["steps"]),
+            *shown,
+            spelled(row["best"]) + " *" * row["best_of_all"],
+            row["state"],
+        ]
 
 
 def _row(name: str, path: pathlib.Path, history: History) -> dict[str, Any]:
-    curves = {name: points for name, points in history.curves().items() if points and name not in BESIDE}
     recorded = [record.get("arguments") for record in records(path / CHAIN, "run")]
-    best: dict[str, Any] = {}
-    for metric in sorted(curves, key=lambda name: name == LOSS):  # the loss last
-        with contextlib.suppress(UsageError):  # its name does not say what is better
-            better = Better(metric, "auto")
-            step, value = min(curves[metric], key=lambda point: better.rank(point[1]))
-            best = {"name": metric, "value": value, "steps": int(step) + 1}
-            break
-    last = {metric: points[-1][1] for metric, points in curves.items()}
+    last = history.last()
     return {
         "run": name,
         "arguments": recorded[-1] if recorded and isinstance(recorded[-1], dict) else {},
         "steps": max(history.steps, default=-1) + 1,
         "loss": last.pop(LOSS, None),
         "metrics": last,
-        "best": best,
+        "best": history.best(),
         "state": "running" if at_work(path) else _state(history),
     }
 

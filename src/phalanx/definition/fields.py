@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import math
 import sys
@@ -40,8 +41,8 @@ class Phase:
     loss_fn : callable
         As the recipe's: returns the mean loss over the share, or (mean loss, weight).
     parameters : str or sequence of str, optional
-        Names of modules or parameters of the model: those that this phase updates. By default all. Others get no
-        gradient in it.
+        Names of modules or parameters of the model, or patterns, as of ``run.freeze``: those that this phase updates.
+        By default all. Others get no gradient in it.
     optimizer : callable, optional
         As the recipe's, called with the named parameters of this phase.
     every : int, default 1
@@ -88,7 +89,12 @@ class Phase:
     def covers(self, parameter: str) -> bool:
         """Whether it updates the parameter of this name."""
         names = self.chosen
-        return names is None or any(parameter == name or parameter.startswith(f"{name}.") for name in names)
+        return names is None or any(matches(name, parameter) for name in names)
+
+
+def matches(name: str, parameter: str) -> bool:
+    """Whether a name means a parameter: its own, that of a module which has it, or a pattern as of ``fnmatch``."""
+    return fnmatch.fnmatchcase(parameter, name) or parameter.startswith(f"{name}.")
 
 
 def check_takes(loss_fn: Any, loss_takes: Any) -> None:
@@ -276,7 +282,7 @@ class Definition:
         if self.batch_sampler is None or self.source is None:
             return None
         seeder = functools.partial(generators.seeded, owned=self.generators)
-        return Batches(self.batch_sampler, len(self.source), self.seed, self.epochs, seeder)
+        return Batches(self.batch_sampler, len(self.source), self.seed, self.steps, self.epochs, seeder)
 
     def epoch_ended(self, steps: int) -> int:
         """How many steps the epoch has that ends after so many planned steps; 0 if none ends there."""

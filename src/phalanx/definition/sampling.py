@@ -81,8 +81,8 @@ class Batches:
     sampler : callable
         The user's ``f(epoch, generator)``.
     samples, seed : int
-    epochs : int or None
-        How many there are; the sampler is not called for later ones.
+    steps, epochs : int or None
+        How many there are, by one of them; the sampler is not called for epochs after that.
     seeder : callable
         Seeds the global generators, and those that ``sampler`` holds, for one call.
 
@@ -93,24 +93,33 @@ class Batches:
     """
 
     def __init__(
-        self, sampler: Callable[..., Any], samples: int, seed: int, epochs: int | None, seeder: Seeded
+        self,
+        sampler: Callable[..., Any],
+        samples: int,
+        seed: int,
+        steps: int | None,
+        epochs: int | None,
+        seeder: Seeded,
     ) -> None:
         self._sampler, self._samples, self._seed, self._seeder = sampler, samples, seed, seeder
-        self._most = sys.maxsize if epochs is None else epochs
+        self._steps, self._epochs = (sys.maxsize if most is None else most for most in (steps, epochs))
         self._latest: tuple[int, list[Indices]] = (-1, [])
         self.known: list[tuple[int, int]] = []
 
     def start(self, epoch: int) -> int:
         """The first step of an epoch; after the last one, how many steps there are."""
-        epoch = min(epoch, self._most)
-        while len(self.known) < epoch:
+        while len(self.known) < epoch and self._goes_on():
             batches = self._drawn(len(self.known))
             self.known.append((self.start(len(self.known)) + len(batches), checksum(batches)))
-        return self.known[epoch - 1][0] if epoch else 0
+        return self.known[min(epoch, len(self.known)) - 1][0] if epoch else 0
+
+    def _goes_on(self) -> bool:
+        """Whether there are epochs after those that are known."""
+        return len(self.known) < self._epochs and (not self.known or self.known[-1][0] < self._steps)
 
     def epoch(self, step: int) -> int:
         """The epoch that ``step`` belongs to."""
-        while len(self.known) < self._most and self.start(len(self.known)) <= step:
+        while self._goes_on() and self.start(len(self.known)) <= step:
             self.start(len(self.known) + 1)
         return bisect.bisect_right(self.known, step, key=lambda item: item[0])
 
@@ -122,7 +131,7 @@ class Batches:
     def at(self, step: int) -> Indices:
         """The batch of a step."""
         epoch = self.epoch(step)
-        if epoch == self._most:
+        if epoch == len(self.known):
             raise IndexError(f"step is {step}, but the batch_sampler's {epoch} epochs have {self.start(epoch)} steps")
         if self._latest[0] != epoch:
             self._latest = epoch, self._drawn(epoch)

@@ -207,8 +207,8 @@ class ArrayFramework:
         """Schedules are the optimizer's own, and so is what it freezes."""
         if isinstance(value, Training):
             raise UsageError(
-                f"freeze and thaw are for models of torch; in {self.name} the optimizer decides what is updated, in "
-                "optax for instance optax.masked"
+                f"freeze and thaw are for models of torch; in {self.name} the optimizer decides what is updated: give "
+                "it those parameters alone, as optax.masked does"
             )
 
     def rewind(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.checkpoint.chain import CHAIN, Links, body_of, line_after
-from phalanx.checkpoint.chained import fields_of
+from phalanx.checkpoint.chained import fields_of, retrained_in
 from phalanx.checkpoint.files import read as read_file
 from phalanx.checkpoint.resume import losses_in, read_any
 from phalanx.checkpoint.snapshot import read
@@ -248,7 +248,7 @@ def certify(
     Raises
     ------
     UsageError
-        The directory has no chain, or no snapshot of a later step than 0.
+        The directory has no chain, or no snapshot of a later step than 0, or the run froze or thawed parameters.
     SnapshotError
         No snapshot there can be used.
     """
@@ -257,6 +257,11 @@ def certify(
         raise UsageError(
             f"the newest snapshot in {str(run_dir)!r} is of step 0, so that there is nothing to certify; wait for a "
             "later one, or end the run"
+        )
+    if retrained_in(run_dir):
+        raise UsageError(
+            f"the run in {str(run_dir)!r} froze or thawed parameters, which is not in its recipe, so that no "
+            "certificate has it; freeze them in make_model, or let phalanx verify check the run"
         )
     verified = verify(recipe, run_dir, workers=workers, progress=progress)
     if verified.status != SAME:

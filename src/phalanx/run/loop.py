@@ -276,10 +276,8 @@ class Loop:
     def _schedule(self, values: dict[str, float], epoch: int) -> None:
         metric = self._definition.schedule_on
         assert metric is not None, "who asks has looked"
-        name = meant(metric, values)
-        if name is None:
-            raise UsageError(f"schedule_on is {metric!r}, but what was evaluated is {', '.join(values)}; name one")
-        self._engine.schedule(values[name], epoch)
+        if (name := meant(metric, values)) is not None:  # else its evaluation was not due
+            self._engine.schedule(values[name], epoch)
 
     def retrain(self, change: Training) -> None:
         """Freeze or thaw parameters before the next step."""

@@ -266,9 +266,8 @@ class ProgressLines(Observer):
         self._losses.append(report.loss)
         self._samples += report.samples
         self._metrics |= report.metrics
-        per_epoch = self._definition.per_epoch
-        epoch_ended = per_epoch and report.epoch is not None and (report.step + 1) % per_epoch == 0
-        if epoch_ended or time.monotonic() - self._since >= LINE_SECONDS:
+        ended = self._definition.source is not None and self._definition.epoch_ended(report.step + 1)
+        if ended or time.monotonic() - self._since >= LINE_SECONDS:
             self._line()
 
     def end(self) -> None:

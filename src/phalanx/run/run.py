@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import fnmatch
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from phalanx.checkpoint.saver import Saver, holds, write_apart
 from phalanx.definition import checks
 from phalanx.definition.evaluation import DEFAULT_BATCH, Evaluation, check_samples
-from phalanx.definition.fields import Definition
+from phalanx.definition.fields import Definition, matches
 from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.run.loop import Loop
 from phalanx.run.result import Result, result_of
@@ -204,12 +203,13 @@ class Run:
         Parameters
         ----------
         *names : str
-            Names or patterns as of ``fnmatch``: ``run.freeze("encoder.*")``. Buffers, as BatchNorm's, go on.
+            Names of modules or parameters, or patterns as of ``fnmatch``: ``run.freeze("encoder", "*.bias")``. Buffers,
+            as BatchNorm's, go on.
 
         Raises
         ------
         UsageError
-            A name matches no parameter, nothing would be trained any more, or the model is not torch's.
+            A name matches no parameter, an optimizer would have none to train, or the model is not torch's.
         """
         self._retrain(names, trained=False)
 
@@ -229,26 +229,34 @@ class Run:
         self._complete()
         known = list(self.params)
         for name in names or ("",):
-            if not isinstance(name, str) or not any(fnmatch.fnmatchcase(item, name) for item in known):
+            if not isinstance(name, str) or not any(matches(name, item) for item in known):
                 close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.3) or known[:3]
                 raise UsageError(
-                    f"no parameter is called {checks.shown(name)}; close to it are {', '.join(close)}: give names of "
-                    "run.params, or patterns as 'encoder.*'"
+                    f"no parameter or module is called {checks.shown(name)}; close to it are {', '.join(close)}: give "
+                    "names of run.params or of modules, or patterns as 'encoder.*'"
                 )
-        chosen = tuple(item for item in known if any(fnmatch.fnmatchcase(item, name) for name in names))
+        chosen = tuple(item for item in known if any(matches(name, item) for name in names))
         with self._handed_over():
             self._loop.retrain(Training(chosen, trained))
 
     @verb
-    def evaluate(self, metric_fn: Any, data: Any, batch_size: int = DEFAULT_BATCH, **functions: Any) -> Any:
+    def evaluate(
+        self,
+        metric_fn: Any,
+        data: Any,
+        batch_size: int = DEFAULT_BATCH,
+        forward_fn: Callable[..., Any] | None = None,
+        target_fn: Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+    ) -> Any:
         """Evaluate the current state in evaluation mode: exact, nothing padded, nothing counted twice.
 
         Modes, generators and buffers are afterwards as they were before. With callbacks.EMA, the averaged weights.
 
         Parameters
         ----------
-        metric_fn, data, batch_size
-            As in ``Evaluation``; also ``forward_fn``, ``target_fn`` and ``collate_fn``.
+        metric_fn, data, batch_size, forward_fn, target_fn, collate_fn
+            As in ``Evaluation``.
 
         Returns
         -------
@@ -263,7 +271,9 @@ class Run:
         """
         self._check_open()
         self._complete()
-        evaluation = Evaluation(metric_fn, data, batch_size, **functions)
+        evaluation = Evaluation(
+            metric_fn, data, batch_size, forward_fn=forward_fn, target_fn=target_fn, collate_fn=collate_fn
+        )
         with self._handed_over():
             values = self._loop.evaluate(evaluation)
         return values if isinstance(metric_fn, (dict, list, tuple)) or len(values) > 1 else next(iter(values.values()))

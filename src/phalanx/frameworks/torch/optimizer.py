@@ -19,7 +19,7 @@ from torch.nn.modules import module
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from phalanx.definition import generators
-from phalanx.definition.fields import SAMPLING, Definition, Phase
+from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
 from phalanx.definition.plain import check_like, is_flag
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import FOREACH, Gradient
@@ -234,7 +234,7 @@ def retrain(updates: Updates, change: Training) -> None:
     Raises
     ------
     UsageError
-        No optimizer has one that is to be thawed, or no parameter would be trained any more.
+        No optimizer has one that is to be thawed, or an optimizer would have nothing to train any more.
     """
     schedules = [each._schedules for each in (updates._phases if isinstance(updates, Phased) else [updates])]
     chosen = {name: item for name, item in updates.named if name in change.names and item.is_floating_point()}
@@ -244,8 +244,11 @@ def retrain(updates: Updates, change: Training) -> None:
             f"thaw: no optimizer has {lacking[0]!r}; let optimizer take all parameters that it is called with: those "
             "that are frozen are left as they are"
         )
-    if not change.trained and not any(item.requires_grad for name, item in updates.named if name not in chosen):
-        raise UsageError("freeze: no parameter would be trained any more; leave some out")
+    frozen = () if change.trained else [id(item) for item in chosen.values()]
+    for schedule in schedules:
+        if not any(item.requires_grad and id(item) not in frozen for members in schedule.members for item in members):
+            one = "an optimizer of phases" if len(schedules) > 1 else "the optimizer"
+            raise UsageError(f"freeze: {one} would have no parameter to train any more; leave some out")
     for parameter in chosen.values():
         parameter.requires_grad_(change.trained)
     for schedule in schedules:
@@ -271,11 +274,11 @@ def covered(phase: Phase, named: Named, model: torch.nn.Module) -> Named:
         for path, parameter in model.named_parameters(remove_duplicate=False)
     }
     for name in phase.chosen or ():
-        if not any(path == name or path.startswith(f"{name}.") for path in names):
+        if not any(matches(name, path) for path in names):
             there = ", ".join(dict.fromkeys(path.partition(".")[0] for path in names))
             raise UsageError(
                 f"parameters of a phase names {name!r}, of which the model has nothing (at its top are: {there}); give "
-                "the name of a module or parameter, as model.named_parameters() has it"
+                "the name of a module or parameter, as model.named_parameters() has it, or a pattern"
             )
     chosen = {name for path, name in names.items() if phase.covers(path)}
     mine = [(path, parameter) for path, parameter in named if path in chosen]
