@@ -84,7 +84,8 @@ class Packer(cloudpickle.Pickler):
         if isinstance(obj, weakref.WeakKeyDictionary):  # as functools.singledispatch has one
             return weakref.WeakKeyDictionary, (dict(obj),)
         if isinstance(obj, CodeType):
-            make, arguments = self.dispatch_table[CodeType](obj)
+            plain: Any = self.dispatch_table[CodeType](obj)
+            make, arguments = plain
             # cloudpickle 3.1.3 leaves out the file's name, which errors and warnings in workers have to show.
             return make, tuple(obj.co_filename if item == NAMELESS else item for item in arguments)
         if isinstance(obj, (type, FunctionType)):
