@@ -1,5 +1,6 @@
 """What callbacks leave in a run_dir: never through links, their owner's alone, and a full disk stops nothing."""
 
+import csv
 import dataclasses
 import errno
 import os
@@ -211,3 +212,32 @@ def test_a_refused_run_changes_no_file(tmp_path, steps):
     assert now["log.csv"] == kept["log.csv"]
     assert {name for name in now if name.startswith("best")} == {name for name in kept if name.startswith("best")}
     assert now != kept
+
+
+def test_two_kinds_of_best_in_one_directory(tmp_path):
+    """Each of two SaveBest keeps its own files, though they are best after other steps, also after a resume."""
+
+    def rising(output, target):
+        return output.std().detach()
+
+    x = torch.linspace(-1, 1, 64)[:, None]
+    recipe = phalanx.Recipe(lambda: torch.nn.Linear(1, 1), (x, 3 * x), torch.nn.functional.mse_loss, epochs=4, lr=0.1)
+    metrics = phalanx.Evaluation({"accuracy": rising, "error": rising}, (x, x))
+    for more in (recipe, dataclasses.replace(recipe, epochs=6)):
+        kept = SaveBest("accuracy"), SaveBest("error")
+        more.train(run_dir=tmp_path, callbacks=kept, evaluation=metrics)
+        assert [one.best.steps for one in kept] == [2 * more.epochs, 2]
+        assert all(one.best.weights.keys() == {"weight", "bias"} for one in kept)
+    assert len(list((tmp_path / "best").iterdir())) == 2
+
+
+def test_a_metric_named_as_the_loss(tmp_path):
+    """In the log and the printed result "loss" stays that of training; the metric is "evaluation/loss"."""
+    x = torch.linspace(-1, 1, 64)[:, None]
+    recipe = phalanx.Recipe(lambda: torch.nn.Linear(1, 1), (x, 3 * x), torch.nn.functional.mse_loss, epochs=1)
+    far = phalanx.Evaluation({"loss": lambda output, target: (output - target).abs().mean() + 100}, (x, x))
+    result = recipe.train(run_dir=tmp_path, callbacks=[Log("csv")], evaluation=far)
+    last = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))[-1]
+    assert float(last["loss"]) == result.loss
+    assert float(last["evaluation/loss"]) == result.metric_history[-1].value > 100
+    assert f"loss             {result.loss:.6g}" in str(result)

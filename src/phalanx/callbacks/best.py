@@ -21,9 +21,8 @@ from phalanx.errors import UsageError
 LARGE = re.compile(r"acc|auc|f1|f_?score|precision|recall|r2|iou|dice|bleu|rouge|correct", re.IGNORECASE)
 SMALL = re.compile(r"loss|err|mse|mae|rmse|perplexity|ppl|nll|wer|cer|entropy", re.IGNORECASE)
 FOLDER = "best"
-STATE = {"kept": Each([float, int])}  # of SaveBest
-FILE = "step-{:012d}.safetensors"
-NAME = re.compile(r"step-(\d{12})\.safetensors")
+STATE = {"metric": str, "kept": Each([float, int])}  # of SaveBest
+FILE = "{}-step-{:012d}.safetensors"  # of a metric
 
 
 class Better:
@@ -188,7 +187,7 @@ class Best:
     monitor="it is called metric: the name of a metric of evaluation=",
     save_top_k="it is called keep",
     dirpath="they are kept in best/ of train(run_dir=...)",
-    filename="they are kept as best/step-....safetensors of train(run_dir=...)",
+    filename="they are kept as best/METRIC-step-....safetensors of train(run_dir=...)",
 )
 class SaveBest:
     """Keeps the best weights by a metric: as files in the run's directory, or in memory where there is none.
@@ -258,7 +257,7 @@ class SaveBest:
 
     def state(self) -> dict[str, Any]:
         """Which are kept, without their weights."""
-        return {"kept": [[item.value, item.steps] for item in self.kept]}
+        return {"metric": self._better.metric, "kept": [[item.value, item.steps] for item in self.kept]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there: their files are in the directory."""
@@ -271,14 +270,20 @@ class SaveBest:
             return
         files.make_folder(self._folder)
         files.clear_away(self._folder)
-        names = {item.path for item in self.kept}
-        for path in self._folder.iterdir():
-            if path not in names and NAME.fullmatch(path.name):
+        ours, names = file_of(self._better.metric), {item.path for item in self.kept}
+        for path in self._folder.glob(ours):
+            if path not in names:
                 files.remove(path)
         self._tidy = True
 
     def _file_of(self, steps: int) -> pathlib.Path | None:
-        return None if self._folder is None else self._folder / FILE.format(steps)
+        return None if self._folder is None else self._folder / file_of(self._better.metric, steps)
+
+
+def file_of(metric: str, steps: int | None = None) -> str:
+    """The name of a file of weights; without ``steps`` a pattern that all of the metric's files match."""
+    name = re.sub(r"[^\w.-]", "-", metric)
+    return FILE.format(name, steps) if steps is not None else f"{name}-step-" + "[0-9]" * 12 + ".safetensors"
 
 
 def best_in(run: pathlib.Path, states: Mapping[str, Any]) -> tuple[int, pathlib.Path]:
@@ -289,7 +294,9 @@ def best_in(run: pathlib.Path, states: Mapping[str, Any]) -> tuple[int, pathlib.
     UsageError
         SaveBest kept none there.
     """
-    state = next((state for name, state in states.items() if name.startswith(SaveBest.__name__)), {"kept": []})
+    state = next(
+        (state for name, state in states.items() if name.startswith(SaveBest.__name__)), {"metric": "", "kept": []}
+    )
     with taking_over("the state of SaveBest"):
         check_like(state, STATE, "SaveBest")
     if not state["kept"]:
@@ -298,7 +305,7 @@ def best_in(run: pathlib.Path, states: Mapping[str, Any]) -> tuple[int, pathlib.
             "callbacks=[phalanx.callbacks.SaveBest('accuracy')] and a run_dir"
         )
     steps = state["kept"][0][1]
-    path = run / FOLDER / FILE.format(steps)
+    path = run / FOLDER / file_of(state["metric"], steps)
     if not path.is_file():
         raise UsageError(
             f"--best is given, but there is no {str(path)!r}; give the directory of a run, not a snapshot. If the run "

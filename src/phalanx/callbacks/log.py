@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.checkpoint import files
 from phalanx.checkpoint.files import Held
 from phalanx.definition import checks
-from phalanx.definition.plain import check_like
+from phalanx.definition.plain import apart, check_like
 from phalanx.errors import UsageError
 
 Row = dict[str, float | int]
@@ -163,7 +163,7 @@ class Log:
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Add what was evaluated to the step's row."""
         if self._row is not None:
-            self._row |= values
+            self._row |= apart(values, self._row)
 
     def end(self, result: Any) -> None:
         """Write what is left, and close it."""

@@ -2,8 +2,8 @@
 
 Those that compare, replay and verify runs are in ``proving``.
 
-Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 SIGTERM came and the state was
-saved, run the same again; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 stopped by SIGTERM or
+--max-seconds, the state was saved, run the same again; 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from phalanx.tuning import Tuned, tune
 EXIT_RUN, EXIT_INTERRUPTED = 1, 130
 EXITS = {UsageError: 2, Preempted: 75}
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 75 saved at SIGTERM: run me again, 130 stopped by "
-    "Ctrl-C."
+    "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 75 saved at SIGTERM or --max-seconds: run again, "
+    "130 stopped by Ctrl-C."
 )
 
 app = typer.Typer(
@@ -109,6 +109,8 @@ def train(
         result.save(weights, averaged=result.averaged is not None)
     drawn = save(result.plot(), plot) if plot else None
     _report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
+    if run_dir and "by max_seconds=" in (result.stopped_early or ""):
+        raise typer.Exit(EXITS[Preempted])
 
 
 @app.command()

@@ -17,6 +17,7 @@ from typing import Any
 from phalanx.callbacks.best import Better
 from phalanx.checkpoint import files
 from phalanx.checkpoint.resume import read_any
+from phalanx.definition.plain import apart
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.proof.replay import events
 from phalanx.run.plots import RATE, plot_runs, svg
@@ -56,11 +57,12 @@ class History:
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
-        names = dict.fromkeys(name for line in self.steps.values() for name in line.get("metrics", {}))
+        evaluated = {step: apart(line.get("metrics", {}), (LOSS, *BESIDE)) for step, line in self.steps.items()}
+        names = dict.fromkeys(name for values in evaluated.values() for name in values)
         curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *BESIDE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
-            for key, value in ({RATE: rate} | line | line.get("metrics", {})).items():
+            for key, value in ({RATE: rate} | line | evaluated[step]).items():
                 if key in curves and isinstance(value, (int, float)) and math.isfinite(value):
                     curves[key].append((step, float(value)))
         return curves

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Any, NamedTuple
 
@@ -99,6 +99,12 @@ def decoded(value: Any, find: Callable[[Any, str], Any], path: str) -> Any:
                 if len(pairs) == len(content):
                     return pairs if kind == "dict" else collections.Counter(pairs)
     raise ValueError(f"{path} is of an unknown kind: {kind!r}")
+
+
+def apart(values: Mapping[str, Any], taken: Iterable[str]) -> dict[str, Any]:
+    """What was evaluated, by name: "evaluation/loss" where ``taken`` has another "loss"."""
+    known = set(taken)
+    return {f"evaluation/{name}" if name in known else name: value for name, value in values.items()}
 
 
 class Each(NamedTuple):

@@ -97,6 +97,11 @@ def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
     waiting = [(type(item).__name__, item.waits_for) for item in settled.callbacks if getattr(item, "waits_for", None)]
     if waiting and not settled.evaluation:
         name, metric = waiting[0]
+        if definition.data is None:
+            raise UsageError(
+                f"callbacks has {name}({metric!r}), but data is None, so nothing is evaluated by itself; leave it out, "
+                "and call run.evaluate(...) and run.save(...) in your loop"
+            )
         raise UsageError(
             f"callbacks has {name}({metric!r}), but nothing is evaluated, so that it would never be told a value; pass "
             f"evaluation=phalanx.Evaluation({{{metric!r}: ...}}, data)"

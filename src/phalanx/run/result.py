@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.checkpoint.tensors import weights_of, write_file
 from phalanx.definition.evaluation import DEFAULT_BATCH, check_samples
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import apart
 from phalanx.errors import UsageError
 from phalanx.seams import Engine
 from phalanx.seams.records import Evaluated, Incident
@@ -89,7 +90,8 @@ class Result:
 
     def __str__(self) -> str:
         facts: dict[str, Any] = {} if self.loss is None else {"loss": f"{self.loss:.6g}"}
-        facts |= {item.name: f"{item.value:.6g} after {item.steps} steps" for item in self.metric_history}
+        metrics = {item.name: f"{item.value:.6g} after {item.steps} steps" for item in self.metric_history}
+        facts |= apart(metrics, ("loss", "best", "steps"))
         if self.best is not None:
             facts["best"] = f"{self.best.metric} {self.best.value:.6g} after {self.best.steps} steps"
         epochs = f", {self.steps / self.steps_per_epoch:.4g} epochs" if self.steps_per_epoch else ""
@@ -148,7 +150,7 @@ class Result:
         write_file(path, weights_of(self.model, self.params, (self.averaged or {}) if averaged else {}))
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the loss of every step and, on a second axis, the evaluations.
+        """Draw the loss of every step and, in charts below it, the evaluations.
 
         Parameters
         ----------
