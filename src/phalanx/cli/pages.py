@@ -55,11 +55,12 @@ class History:
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
-        names = dict.fromkeys(name for line in self.steps.values() for name in line.get("metrics", {}))
+        lines = self.steps.values()
+        names = [name for kind in ("metrics", "losses") for line in lines for name in line.get(kind, ())]
         curves: dict[str, list[tuple[float, float]]] = {key: [] for key in ("loss", *names, "grad_norm", "lr", RATE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
-            for key, value in ({RATE: rate} | line | line.get("metrics", {})).items():
+            for key, value in ({RATE: rate} | line | line.get("metrics", {}) | line.get("losses", {})).items():
                 if key in curves and isinstance(value, (int, float)) and math.isfinite(value):
                     curves[key].append((step, float(value)))
         return curves
@@ -71,7 +72,8 @@ class History:
         whole = max(stamps, default=0.0) - min(stamps, default=0.0)
         inside = sum(line.get("seconds") or 0.0 for line in self.steps.values())
         saved = sum(line.get("seconds") or 0.0 for line in self.events if line.get("event") == "snapshot")
-        names = [name for name in self.curves() if name not in ("grad_norm", "lr", RATE)]
+        apart = {"grad_norm", "lr", RATE}.union(*(line.get("losses", ()) for line in self.steps.values()))
+        names = [name for name in self.curves() if name not in apart]
         curves = self.curves()
         last = {f"{LAST}{name}": curves[name][-1][1] for name in names if curves[name]}
         rates = {f"{when} lr": curves["lr"][at][1] for when, at in (("first", 0), ("last", -1)) if curves["lr"]}
