@@ -44,7 +44,8 @@ class Recipe(Definition):
         a list of samples, ``phalanx.Stream``; None: the caller brings batches with ``run.step(batch)``.
     loss_fn : callable or None
         ``loss_fn(output, target)`` returns the mean loss over the share, or (mean loss, weight). None: ``forward_fn``,
-        or the model, returns that itself, or an object with ``.loss``. See ``loss_takes``.
+        or the model, returns that itself, or an object with ``.loss``. See ``loss_takes``. A dict of numbers,
+        ``{"loss": loss, "kl": kl}``, has named losses, whose means are in ``report.losses`` (docs/callbacks.md).
     forward_fn : callable, optional
         ``forward_fn(model, batch) -> output``. Default: ``model(x)`` where the batch is ``(x, y)``, ``model(**batch)``
         for a dict, else ``model(batch)``. For jax, required: ``forward_fn(params, x)``.

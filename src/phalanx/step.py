@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from phalanx.definition import generators
+from phalanx.definition import checks, generators
 from phalanx.definition.data import Share, spelled
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
@@ -47,6 +47,8 @@ class Proposal:
         False if something is not finite and the recipe says to skip such steps.
     parts : list of float
         Loss and weight of each replica, alternating; 0 and 0 for a replica that has no part in the mean.
+    named : dict of str to float
+        Weighted means of the replicas' named losses.
     """
 
     loss: float
@@ -54,6 +56,7 @@ class Proposal:
     gradient: Vector
     accepted: bool
     parts: list[float]
+    named: dict[str, float]
 
 
 def propose(
@@ -103,7 +106,7 @@ def propose(
     finally:
         CURRENT.step = None
     flat_parts = [value for loss_of, part in zip(losses, parts, strict=True) for value in (loss_of, part.weight)]
-    return Proposal(loss, norm, gradient, accepted, flat_parts)
+    return Proposal(loss, norm, gradient, accepted, flat_parts, named_means(parts) if parts[0].named else {})
 
 
 def commit(framework: Framework, link: Link, t: int, proposal: Proposal) -> None:
@@ -129,6 +132,8 @@ def _part(
     computed = compute(computing, moment, replica, work.share)
     samples = len(work.share.samples)
     part = weighed(computed.loss, computed.weight, work.weight, samples, definition.replicas)
+    if computed.named:
+        part = part._replace(named=computed.named)
     gradient = computed.gradient if part.weight else None
     if gradient is not None and part.weight != 1:
         gradient = framework.arithmetic.scale(gradient, part.weight)
@@ -148,7 +153,7 @@ def weighed(loss: Any, returned: float | None, known: float, samples: int, repli
 
 
 def check_consistent(parts: Sequence[Part]) -> None:
-    """Refuse a step in which only some replicas returned weights, or in which workers have different options."""
+    """Refuse a step in which replicas returned weights or names that others did not, or workers' options differ."""
     for replica, part in enumerate(parts):
         if part.options != parts[0].options:
             raise UsageError(
@@ -158,6 +163,8 @@ def check_consistent(parts: Sequence[Part]) -> None:
                 "follow from the step and the loss, not from a clock, a process id, weights, or a counter outside of "
                 "it; random numbers that it draws are the same everywhere"
             )
+        if (part.named or parts[0].named) and part.samples:
+            checks.same_names(parts[0].named, part.named, "replica")
     if len({part.returned for part in parts if part.samples}) > 1:
         raise UsageError("loss_fn returned a weight for some replicas and none for others; return it always or never")
 
@@ -176,6 +183,20 @@ def mean_loss(losses: Sequence[float], parts: Sequence[Part], weight: float) -> 
     total = fold_values(terms, operator.add)
     assert total is not None
     return total if weight == 1 else total / weight
+
+
+def named_means(parts: Sequence[Part]) -> dict[str, float]:
+    """The means of named losses, made as that of the loss; NaN where every weight is 0. Replica 0 has samples."""
+    means: dict[str, float] = {}
+    for name in parts[0].named:
+        pairs = [part.named[name] if part.named else (0.0, 0.0) for part in parts]
+        rows = [
+            weighed(float(value), returned, part.weight, 1, len(parts))
+            for part, (value, returned) in zip(parts, pairs, strict=True)
+        ]
+        weight = total_weight(rows)
+        means[name] = math.nan if weight is None else mean_loss([row.loss for row in rows], rows, weight)
+    return means
 
 
 def _weight(moment: Moment, parts: Sequence[Part]) -> float:

@@ -104,6 +104,17 @@ def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
     assert together(count, replicas, work, blanks) == [wanted] * count
 
 
+def test_named_losses_travel():
+    """They come with the parts of all hosts, to the last bit; a replica without samples has none."""
+    parts = [PART._replace(named={"kl": [0.1 + replica, None], "hits": [2.0, 3.0]}) for replica in range(3)] + [PART]
+
+    def work(rank, across):
+        mine = parts[hosts(4, 2, 1)[0][rank].start :][:2]
+        return across.tell(0, 5, mine, [b"\1"] * len(across.nodes), [b""] * 2)[0]
+
+    assert together(2, 4, work, [torch.empty(2)]) == [parts] * 2
+
+
 def test_another_order_is_other_bits():
     """Equal bits mean something: the same gradients added one after another are another sum."""
     values = list(torch.tensor(triples(8)))

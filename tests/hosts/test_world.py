@@ -1,6 +1,7 @@
 """A world of two processes on loopback: run after run, what all must have in common, and why one of them left."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import phalanx
 from phalanx.callbacks import EarlyStopping, SaveBest
 from tests.callbacks import jobs as job
+from tests.exactness.test_named_losses import recipe
 from tests.families import FAMILIES
 from tests.hosts.worlds import world
 
@@ -265,3 +267,20 @@ result = told.pop()
 told += [result.steps, result.digest, result.resumed_from] if not isinstance(result, str) else [result]
 """)  # fmt: skip
     assert found == [[whole.steps, whole.digest, whole.steps - 1 if broken_off else None]] * 2
+
+
+@pytest.mark.long
+def test_named_losses(pair):
+    """Every process has the named losses of one process, also one whose replicas have no samples."""
+    found = pair("""
+from tests.exactness.test_named_losses import recipe
+for size in (11, 2):
+    with recipe(batch_size=size).start(workers=4, deadline_seconds=20) as run:
+        told.append(json.dumps([dict(report.losses) for report in run]))
+""")
+    wanted = []
+    for size in (11, 2):
+        with recipe(batch_size=size).start(engine="inline") as run:
+            wanted.append(json.dumps([dict(report.losses) for report in run]))
+    assert found == [wanted] * 2
+    assert all("hits" in text for text in wanted)

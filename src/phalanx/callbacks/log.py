@@ -156,7 +156,8 @@ class Log:
             self._opened(report.step)
         values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "samples": report.samples}
         for name, phase in report.phases.items():
-            values |= {f"{what}/{name}": value for what, value in phase._asdict().items()}
+            values |= {f"{what}/{name}": value for what, value in zip(phase._fields, phase[:3], strict=False)}
+        values |= report.columns
         known = {k: v for k, v in values.items() if not math.isnan(v) or k.partition("/")[0] != "lr"}
         self._step, self._row = report.step, ({} if report.epoch is None else {"epoch": report.epoch}) | known
 

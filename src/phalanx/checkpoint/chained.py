@@ -229,7 +229,7 @@ def _kept(root: pathlib.Path, step: int, link: str) -> dict[str, Any] | None:
 def fields_of(report: StepReport, definition: Definition, brought: str = "") -> dict[str, Any]:
     """What a link says of a step; ``brought``: the hash of the batch, if the caller brought it."""
     dealt = brought or dealt_as(definition.plan.indices(report.step))
-    phases = {name: list(phase) for name, phase in report.phases.items()}
+    phases = {name: list(phase[:3]) for name, phase in report.phases.items()}
     return {
         "step": report.step, "samples": dealt, "loss": report.loss, "norm": report.grad_norm, "lr": report.lr,
         "losses": list(report.parts[0::2]), "weights": list(report.parts[1::2]),

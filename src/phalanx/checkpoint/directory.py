@@ -156,6 +156,8 @@ class EventLog(Observer):
     def step(self, report: StepReport) -> None:
         """Note what the step was."""
         measured = {} if report.metric is None else {"metric": report.metric, "metrics": dict(report.metrics)}
+        columns = report.columns if report.losses or report.phases else {}
+        measured |= {"losses": columns} if columns else {}
         self._note(
             "step", step=report.step, loss=report.loss, grad_norm=report.grad_norm, lr=report.lr,
             seconds=report.seconds, **measured, epoch=report.epoch, samples=report.samples,

@@ -58,18 +58,23 @@ class History:
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
         evaluated = {step: apart(line.get("metrics", {}), (LOSS, *BESIDE)) for step, line in self.steps.items()}
-        names = dict.fromkeys(name for values in evaluated.values() for name in values)
-        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *BESIDE)}
+        names = [name for values in evaluated.values() for name in values]
+        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *self.losses(), *BESIDE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
-            for key, value in ({RATE: rate} | line | evaluated[step]).items():
+            for key, value in ({RATE: rate} | line | evaluated[step] | line.get("losses", {})).items():
                 if key in curves and isinstance(value, (int, float)) and math.isfinite(value):
                     curves[key].append((step, float(value)))
         return curves
 
     def last(self) -> dict[str, float]:
         """The last loss, and the last value of each metric."""
-        return {name: points[-1][1] for name, points in self.curves().items() if points and name not in BESIDE}
+        others = {*BESIDE, *self.losses()}
+        return {name: points[-1][1] for name, points in self.curves().items() if points and name not in others}
+
+    def losses(self) -> set[str]:
+        """Names of losses beside the loss."""
+        return {name for line in self.steps.values() for name in line.get("losses", ())}
 
     def best(self) -> dict[str, Any]:
         """The best value of the first metric whose name says what is better, else the lowest loss, with its steps."""

@@ -219,6 +219,17 @@ def weight(name: str, value: Any) -> float:
     return number
 
 
+def same_names(first: Any, other: Any, what: str) -> None:
+    """Refuse named losses of a replica or micro-batch (``what``) that are others than the first one's."""
+    one, two = ({name: own is not None for name, (_, own) in (named or {}).items()} for named in (first, other))
+    if one != two:
+        raise UsageError(
+            f"the loss returned {list(one) or 'nothing'} beside 'loss' for one {what}, and {list(two) or 'nothing'} "
+            "for another, or a weight for one only; return the same names always, each with a weight or each without; "
+            "(0.0, 0) is a value that does not count"
+        )
+
+
 def check_numpy(name: str, column: Any) -> None:
     """Refuse masks, and dtypes that no framework has: text, objects, dates, floats of more than 64 bits, foreign bytes.
 

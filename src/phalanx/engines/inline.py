@@ -98,8 +98,8 @@ class Inline:
         epoch = self._definition.epoch_of(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
-        parts = tuple(proposal.parts)
-        return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, ended - started, parts=parts)
+        parts, losses, seconds = tuple(proposal.parts), proposal.named, ended - started
+        return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, seconds, parts=parts, losses=losses)
 
     def pause(self) -> bool:
         """No step runs ahead here."""

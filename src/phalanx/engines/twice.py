@@ -28,7 +28,7 @@ from phalanx.definition.reachable import differences, values
 from phalanx.errors import CorruptionError, StateError, spell_samples
 from phalanx.plan import Audit, joined
 from phalanx.seams import Arithmetic, Framework, Link
-from phalanx.seams.records import Captured, Computed, Todo, Watch
+from phalanx.seams.records import Captured, Computed, Todo, Watch, packed
 from phalanx.step import Proposal, compute, propose, todo
 from phalanx.surroundings.presence import CURRENT, outside
 
@@ -176,7 +176,7 @@ class Twice:
                 self._sums[self._worker] = checksum(self._framework.arithmetic, computed)
             before, known = None, before
             if known is not None and known != (after := noted(self._framework.arithmetic, computed)):
-                what = ", ".join(name for name, value in known.items() if value != after[name])
+                what = ", ".join(name for name, value in known.items() if value != after.get(name))
                 self._differ(one, what, (known, after))
             yield computed
 
@@ -271,6 +271,7 @@ def noted(arithmetic: Arithmetic, computed: Computed) -> Facts:
         "another weight": computed.weight,
         "another gradient": arithmetic.checksum(computed.gradient or []),
         "other buffers": arithmetic.checksum(computed.buffers),
+        **({"other named losses": packed(computed.named).decode()} if computed.named else {}),
     }
 
 

@@ -298,6 +298,11 @@ class Functions:
                 value = loss_fn(output, target)
         pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         loss, weight = pair
+        if isinstance(loss, dict):
+            raise UsageError(
+                f"{self.teller} returned {checks.outline(loss)}; named losses are for torch alone: return the mean "
+                "loss, or (that, weight), and evaluate the others (phalanx.Evaluation)"
+            )
         if not isinstance(loss, self.kind):
             self._refuse(f"a {type(loss).__name__}", f"{self.called}: the mean loss over the share")
         if loss.shape != () or not type(self).is_float(loss.dtype):

@@ -354,7 +354,7 @@ def merged(reports: Sequence[StepReport], definition: Definition) -> StepReport:
     moments = [rounds.at(report.step) for report in reports]
     main = next(report for report, moment in zip(reports, moments, strict=True) if moment.phase == rounds.main)
     phases = {
-        moment.name: PhaseReport(report.loss, report.grad_norm, report.lr)
+        moment.name: PhaseReport(report.loss, report.grad_norm, report.lr, report.losses)
         for report, moment in zip(reports, moments, strict=True)
     }
     return main._replace(

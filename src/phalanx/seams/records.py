@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from phalanx.plan.lifecycle import MOST
 Vector = list[Any]
 Measurement = Callable[[], list[Any]]  # waits for metrics over a chunk of samples: what each read
 Weights = Mapping[str, Any]  # values of parameters by name
+Named = Mapping[str, tuple[Any, float | None]]  # named losses: the mean, and what it is the mean of, if it was returned
 
 
 class Todo(NamedTuple):
@@ -63,12 +65,15 @@ class Computed:
         neighbour's already (see ``plan.fold``) is that very entry of the left neighbour.
     buffers : list
         The model's buffers as this replica left them.
+    named : Named or None
+        What the loss returned beside itself; numbers, or tensors as the loss.
     """
 
     loss: Any
     weight: float | None
     gradient: Vector | None
     buffers: list[Any]
+    named: Named | None = None
 
 
 class Part(NamedTuple):
@@ -84,6 +89,8 @@ class Part(NamedTuple):
         Whether the loss returned its weight.
     samples : float
         0 where the replica did not run.
+    named : Named or float
+        Its named losses; 0 where there are none. Among numbers: how long their text is.
     options, lr : float
         A checksum of all options of the optimizers where it ran, if workers have to compare them; a learning rate.
     """
@@ -92,8 +99,14 @@ class Part(NamedTuple):
     weight: float
     returned: bool
     samples: float
+    named: Any = 0.0
     options: float = 0.0
     lr: float = 0.0
+
+
+def packed(named: Named) -> bytes:
+    """Named losses as text, which gives the same bits when it is read."""
+    return json.dumps({name: (float(value), weight) for name, (value, weight) in named.items()}).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +177,12 @@ class Captured:
 
 
 class PhaseReport(NamedTuple):
-    """What one phase of a finished step was: its loss, the norm of its gradient before clipping, its learning rate."""
+    """What one phase of a step was: loss, norm of its gradient before clipping, learning rate, its named losses."""
 
     loss: float
     grad_norm: float
     lr: float
+    losses: Mapping[str, float] = MappingProxyType({})
 
 
 class StepReport(NamedTuple):
@@ -197,8 +211,10 @@ class StepReport(NamedTuple):
     parts : tuple of float
         Loss and weight of each replica, in turn: two numbers each; of one phase after the other.
     phases : mapping of str to PhaseReport
-        Of a step with phases, those that were done in it, by name; ``loss``, ``grad_norm`` and ``lr`` are those of the
-        first phase that is done in every step.
+        Of a step with phases, those that were done in it, by name; ``loss``, ``grad_norm``, ``lr`` and ``losses`` are
+        those of the first phase that is done in every step.
+    losses : mapping of str to float
+        What the loss returned beside "loss", as means over the replicas; empty where it returned nothing else.
     """
 
     step: int
@@ -212,6 +228,13 @@ class StepReport(NamedTuple):
     metrics: Mapping[str, float] = MappingProxyType({})
     parts: tuple[float, ...] = ()
     phases: Mapping[str, PhaseReport] = MappingProxyType({})
+    losses: Mapping[str, float] = MappingProxyType({})
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """Named losses as a log names them: "loss/kl"; of a step with phases "loss/critic/kl"."""
+        groups = {f"{name}/": phase.losses for name, phase in self.phases.items()} or {"": self.losses}
+        return {f"loss/{group}{name}": value for group, losses in groups.items() for name, value in losses.items()}
 
 
 class Incident(NamedTuple):

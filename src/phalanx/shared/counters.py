@@ -13,66 +13,86 @@ read-only memory.
 from __future__ import annotations
 
 import array
+import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from phalanx.errors import Trouble
 from phalanx.plan.lifecycle import Phase, Progress
+from phalanx.seams.records import packed
 from phalanx.shared.memory import order
 
 RING: Final = 1024  # reports that the parent may be behind
-REPORT: Final = 6  # loss, norm, lr, samples, started, ended; loss and weight of each replica come behind
+REPORT: Final = 7  # length of named losses; loss, norm, lr, samples, started, ended; then loss, weight of each replica
 TOLD: Final = 2  # numbers of each replica in a report
-PART: Final = 6  # loss, weight, returned, samples; options and lr of the worker
+PART: Final = 7  # loss, weight, returned, samples, length of named losses; options and lr of the worker
+NAMED: Final = 4  # where that length is
+NOTE: Final = 1024  # bytes for named losses: 8 of them, with names of 62 characters
 
 
 class Parts:
-    """A row of numbers for each replica of the present step; written by the worker that hosts the replica."""
+    """A row of numbers for each replica of the present step; written by the worker that hosts the replica.
 
-    def __init__(self, floats: memoryview[float]) -> None:
-        self._floats = floats
+    The text of named losses is apart, in ``notes``: without such losses that memory is never touched.
+    """
 
-    def write(self, first: int, rows: Iterable[Sequence[float]], settings: Sequence[float]) -> None:
+    def __init__(self, floats: memoryview[float], notes: memoryview) -> None:
+        self._floats, self._notes = floats, notes
+
+    def write(self, first: int, rows: Iterable[Sequence[Any]], settings: Sequence[float]) -> None:
         """Write a worker's replicas from row ``first`` on; each row ends in ``settings``: options' checksum and lr."""
         position = first * PART
         for row in rows:
+            if row[NAMED]:
+                text = packed(row[NAMED])
+                self._notes[position // PART * NOTE :][: len(text)] = text
+                row = (*row[:NAMED], len(text), *settings)
             for value in (*row[: -len(settings)], *settings):
                 self._floats[position] = value
                 position += 1
 
-    def read(self) -> Sequence[Sequence[float]]:
+    def read(self) -> Sequence[Sequence[Any]]:
         """The rows of all replicas; complete after a barrier."""
         values = self._floats.tolist()
+        if any(values[NAMED::PART]):
+            values[NAMED::PART] = [
+                length and json.loads(bytes(self._notes[replica * NOTE :][: int(length)]))
+                for replica, length in enumerate(values[NAMED::PART])
+            ]
         return [values[position : position + PART] for position in range(0, len(values), PART)]
 
 
 class Reports:
     """What the first worker writes of each step; the parent may be ``RING`` of them behind.
 
-    Loss and weight of each replica follow the numbers of the step.
+    Loss and weight of each replica follow the numbers of the step. Named losses are apart, in ``notes``.
     """
 
-    def __init__(self, ring: memoryview[float]) -> None:
-        self._ring = ring
+    def __init__(self, ring: memoryview[float], notes: memoryview) -> None:
+        self._ring, self._notes = ring, notes
         self._width = len(ring) // RING
 
-    def write(self, step: int, parts: Sequence[float], *report: float) -> None:
+    def write(self, step: int, parts: Sequence[float], named: Mapping[str, float], *report: float) -> None:
         """Write what a step that is about to finish gave: loss, norm, lr, samples, started, ended; and each replica."""
         position = step % RING * self._width
-        row = array.array("d", (*report, *parts))
+        text = json.dumps(named).encode() if named else b""
+        if text:
+            self._notes[step % RING * NOTE :][: len(text)] = text
+        row = array.array("d", (len(text), *report, *parts))
         self._ring[position : position + len(row)] = memoryview(row)
 
     def correct_end(self, step: int, ended: float) -> None:
         """Write when the step really ended: its report was written just before that."""
         self._ring[step % RING * self._width + REPORT - 1] = ended
 
-    def read(self, step: int) -> Sequence[float]:
-        """What was written of a step: loss, norm, lr, samples, started, ended."""
+    def read(self, step: int) -> Sequence[Any]:
+        """What was written of a step: loss, norm, lr, samples, started, ended, named losses."""
         order()  # whoever reads this has read before that the step is done
         position = step % RING * self._width
-        return self._ring[position : position + REPORT].tolist()
+        length, *report = self._ring[position : position + REPORT].tolist()
+        return [*report, json.loads(bytes(self._notes[step % RING * NOTE :][: int(length)])) if length else {}]
 
     def parts(self, step: int) -> tuple[float, ...]:
         """Loss and weight of each replica in a step whose report was read."""
@@ -97,8 +117,8 @@ def word_count(workers: int) -> int:
 
 
 def float_count(workers: int, replicas: int) -> int:
-    """Floats that parts of replicas, reports, and checksums of workers take."""
-    return PART * replicas + (REPORT + TOLD * replicas) * RING + workers
+    """Floats that parts of replicas, reports, and checksums of workers take; then texts of replicas and reports."""
+    return PART * replicas + (REPORT + TOLD * replicas) * RING + workers + NOTE // 8 * (replicas + RING)
 
 
 def word(index: int, doc: str) -> Any:
@@ -199,9 +219,10 @@ class Counters:
         self._replicas = replicas
         rows = PART * replicas
         ring = rows + (REPORT + TOLD * replicas) * RING
-        self.parts = Parts(floats[:rows])
-        self.reports = Reports(floats[rows:ring])
-        self.sums = floats[ring:]
+        notes = floats[ring + workers :].cast("B")
+        self.parts = Parts(floats[:rows], notes)
+        self.reports = Reports(floats[rows:ring], notes[replicas * NOTE :])
+        self.sums = floats[ring : ring + workers]
         self.workers = [WorkerCounters(line) for line in self._lines[len(WRITERS) :]]
 
     def written_by(self, role: int) -> Counters:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,11 +23,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from phalanx.engines.hosts.gloo import TCP, Gloo
 from phalanx.errors import SeveredError
 from phalanx.plan.fold import Node, added, remaining
-from phalanx.seams.records import Part
+from phalanx.seams.records import Part, packed
 
 CHECK_STEPS = 100  # how often hosts compare the sums of their weights
 HEADER = ("run", "step", "weights")
-ROW = len(Part._fields)
+ROW, NAMED = len(Part._fields), operator.attrgetter("named")
 PATTERNS = 64  # cached sets of present gradients
 LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of a piece
 PIECES = 8  # of a sum of medium size: the first travel while others are packed, at a cost per piece
@@ -158,6 +160,9 @@ class Across:
         most, most_nodes = max(map(len, self._blocks)), max(self._counts)
         head = np.array([self._run, step, weights if step % CHECK_STEPS == 0 else 0], np.int64)
         rows = np.zeros((most, ROW))
+        named = [packed(part.named) if part.named else b"" for part in parts]
+        if any(named):
+            parts = [part._replace(named=len(text)) for part, text in zip(parts, named, strict=True)]
         rows[: len(parts)] = parts
         flags = np.zeros((most_nodes, len(self._blanks)), np.uint8)
         for row, mask in zip(flags, masks, strict=False):
@@ -169,7 +174,21 @@ class Across:
         mine = torch.from_numpy(np.concatenate([piece.view(np.uint8).reshape(-1) for piece in pieces]))
         messages = self._room("parts", len(self._blocks) * len(mine), torch.uint8)
         self._gloo.gather(messages, mine)
-        return self._told(pieces, messages)
+        told = self._told(pieces, messages)
+        if any(map(NAMED, told[0])):
+            self._spread_named(told[0], named)
+        return told
+
+    def _spread_named(self, parts: list[Part], mine: Sequence[bytes]) -> None:
+        """Put named losses into the parts of all replicas; ``mine``: the texts of this host's."""
+        texts = [memoryview(bytearray(int(part.named))) for part in parts]
+        for replica, text in zip(self._blocks[self._rank], mine, strict=True):
+            texts[replica][:] = text
+        self.spread([[text] for text in texts])
+        parts[:] = [
+            part._replace(named=json.loads(bytes(text)) if text else 0.0)
+            for part, text in zip(parts, texts, strict=True)
+        ]
 
     def spread(self, pieces: Sequence[Sequence[memoryview]]) -> None:
         """Fill in ``pieces[replica]``, the memory of other hosts' replicas; its lengths are the same on all hosts."""

@@ -259,12 +259,12 @@ class Processes:
     def _absorb(self) -> StepReport:
         """Count the next report, and return it."""
         t, reports = self._steps, self.counters.reports
-        loss, norm, lr, samples, started, ended = reports.read(t)
+        loss, norm, lr, samples, started, ended, losses = reports.read(t)
         self.run_state.add(loss, int(samples))
         self.run_state.time(started, ended)
         self._deadline.note(ended - started)
-        parts = reports.parts(t)
-        return StepReport(t, self._definition.epoch_of(t), loss, norm, lr, int(samples), ended - started, parts=parts)
+        parts, epoch = reports.parts(t), self._definition.epoch_of(t)
+        return StepReport(t, epoch, loss, norm, lr, int(samples), ended - started, parts=parts, losses=losses)
 
     @contextlib.contextmanager
     def _watching(self) -> Any:

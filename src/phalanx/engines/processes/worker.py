@@ -206,7 +206,7 @@ class Worker:
         more = counters.horizon > t + 1 and not counters.pause
         counters.agreed = t + 2 if more else t + 1
         ended = time.perf_counter()
-        counters.reports.write(t, done.parts, done.loss, done.norm, lr, samples, started, ended)
+        counters.reports.write(t, done.parts, done.named, done.loss, done.norm, lr, samples, started, ended)
         if counters.snapshot_due == t:
             counters.snapshot_step = t  # all have passed a barrier since they saved
         counters.snapshot_due = next_snapshot(

@@ -10,6 +10,7 @@ if they return no weight: the mean over replicas is another number.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -23,12 +24,13 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition, Phase
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
-from phalanx.seams.records import Watch
+from phalanx.seams.records import Named, Watch
 
 IGNORED = -100
 TAKES_MODEL = "; loss_takes='model' calls loss_fn(model, batch) instead (docs/cookbook.md has Mixup)"
 TOLERANCE = 0.05  # relative: beside the mean there may be a small loss of another kind
 LOOKS = 64
+MOST_NAMES, LONGEST_NAME = 8, 64  # of named losses; as JSON, with quotes
 WRAPPED = "Wrap it: phalanx.weighted(loss_fn, count)"
 RETURNED = (
     "Return the weight, too: (loss, what it is the mean of), as (batch['labels'] != -100).sum(). Labels are counted "
@@ -97,21 +99,21 @@ class Forward:
         target_fn = target_fn or self._definition.target_fn
         return self._tensor(target_of(batch)) if target_fn is None else target_fn(batch)
 
-    def loss(self, batch: Any, origin: str, watch: Watch | None = None) -> tuple[torch.Tensor, Any]:
-        """The scalar loss of ``batch``, and the weight that was returned with it, if one was."""
+    def loss(self, batch: Any, origin: str, watch: Watch | None = None) -> tuple[torch.Tensor, Any, Named | None]:
+        """The scalar loss of ``batch``, and the weight and the named losses that were returned with it, if any were."""
         if self._definition.precision is None:
             value = self._loss(batch, origin, watch)
         else:
             with autocast(self._device, self._definition.precision):
                 value = self._loss(batch, origin, watch)
         name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
-        loss, weight = _split(name, value)
+        loss, weight, named = _split(name, value)
         if weight is None and self._tokens is not None:
             weight = self._tokens.weight(value, loss, batch)
         self._check_loss(name, loss, batch, origin)
         if self._later and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
-            return loss, Unread(name, weight)
-        return loss, None if weight is None else checks.weight(name, weight)
+            return loss, Unread(name, weight), named
+        return loss, None if weight is None else checks.weight(name, weight), named
 
     def _loss(self, batch: Any, origin: str, watch: Watch | None) -> Any:
         loss_fn = self._loss_fn
@@ -206,19 +208,52 @@ def as_tensors(value: Any) -> Any:
     return value
 
 
-def _split(name: str, value: Any) -> tuple[Any, Any]:
-    """(loss, weight or None) of a bare loss, a (loss, weight) pair, or an output object that carries ``.loss``."""
+def _split(name: str, value: Any) -> tuple[Any, Any, Named | None]:
+    """(loss, weight or None, named losses or None) of what a loss or a model returned."""
     if isinstance(value, torch.Tensor):
-        return value, None
+        return value, None, None
     if isinstance(value, tuple):
-        return value if len(value) == 2 else (value, None)
+        loss, weight = value if len(value) == 2 else (value, None)
+        if type(loss) is not dict:
+            return loss, weight, None
+        value = {**loss, "loss": (loss.get("loss"), weight)}  # as phalanx.weighted makes it
     if isinstance(value, Mapping):
         if value.get("loss") is None:
             way = "" if name == "loss_fn" else "pass loss_fn=, or give the batch the labels that the model needs, or "
             got = f"{name} returned {checks.outline(value)}, which has no 'loss'"
             raise UsageError(f"{got}; {way}return the mean loss as 'loss'")
-        return value["loss"], None
-    return getattr(value, "loss", value), None
+        return (*_pair(value["loss"]), _named(name, value)) if type(value) is dict else (value["loss"], None, None)
+    return getattr(value, "loss", value), None, None
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    return value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+
+
+def _named(name: str, output: dict[Any, Any]) -> Named | None:
+    """What a plain dict has beside the loss, if all of it are numbers; else it is the output of a model."""
+    pairs = {key: _pair(value) for key, value in output.items() if key != "loss"}
+    if not all(_is_number(value) and (weight is None or _is_number(weight)) for value, weight in pairs.values()):
+        return None
+    if len(pairs) > MOST_NAMES or any(not isinstance(key, str) or len(json.dumps(key)) > LONGEST_NAME for key in pairs):
+        raise UsageError(
+            f"{name} returned {checks.outline(output)}; beside 'loss' there may be {MOST_NAMES} named losses, whose "
+            f"names are strings of at most {LONGEST_NAME - 2} characters: leave some out, or shorten their names"
+        )
+    return {
+        key: (_apart(value), None if weight is None else checks.weight(f"{name}, for {key!r},", weight))
+        for key, (value, weight) in sorted(pairs.items())
+    } or None
+
+
+def _apart(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else float(value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.is_complex()
+    return isinstance(value, (int, float, np.integer, np.floating))
 
 
 def _refuse_loss(name: str, got: str, wanted: str) -> NoReturn:

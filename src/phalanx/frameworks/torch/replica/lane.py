@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from phalanx.definition import checks
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
@@ -24,7 +25,7 @@ from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.watching import watching
 from phalanx.frameworks.torch.results import Shown
 from phalanx.plan import Parts
-from phalanx.seams.records import Computed, Measurement, Todo, Watch, Weights
+from phalanx.seams.records import Computed, Measurement, Named, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 
 EARLY = "had a gradient before the backward pass (.backward() was called inside forward: use torch.autograd.grad there)"
@@ -119,40 +120,43 @@ class Lane:
         versions = self._versions() if self._shared else []
         if self._parts == 1:
             batch = self._batch(todo.key, todo.share, watch)
-            loss, weight = self._loss(batch, todo, todo.share, watch)
+            loss, weight, named = self._loss(batch, todo, todo.share, watch)
             self._tell_early(watch)
             if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
                 onto = None
             taken = None if weight == 0 else self.collector.backward(loss, onto, self._trained(todo.phase))
-            read = self._read(loss)
+            read, named = self._read(loss), self._read_named(named) if named else None
         else:
-            read, weight, taken = self._in_parts(todo, watch)
+            read, weight, taken, named = self._in_parts(todo, watch)
         if self._shared:
             self._check_unwritten(versions, "in forward, loss_fn or a hook")
         buffers = self.buffers.left()
         if watch is not None:
             for name, value in zip(self.buffers.paths, buffers, strict=True):
                 watch.told("buffer", name, value)
-        return Computed(read, weight, taken, buffers)
+        return Computed(read, weight, taken, buffers, named)
 
-    def _in_parts(self, todo: Todo, watch: Watch | None) -> tuple[Any, float | None, Gradient | None]:
-        """Loss, returned weight and gradient of a replica whose share is cut: the means of its micro-batches, in order.
+    def _in_parts(self, todo: Todo, watch: Watch | None) -> tuple[Any, float | None, Gradient | None, Named | None]:
+        """What a replica whose share is cut comes to: the means of its micro-batches, in order.
 
         Each part's graph is gone before the next one is computed.
         """
         pieces = todo.share.cut(self._parts)
-        parts = Parts([len(piece.samples) for piece in pieces])
+        parts, named_parts = Parts([len(piece.samples) for piece in pieces]), list[tuple[float, Named]]()
         for number, piece in enumerate(pieces):
             batch = self._batch(None if number else todo.key, piece, watch)
-            loss, returned = self._loss(batch, todo, piece, watch)
+            loss, returned, named = self._loss(batch, todo, piece, watch)
             before = parts.weight
             self._tell_early(None if before else watch)
             weight = parts.add(number, self._read(loss), returned)
+            if named:
+                named_parts.append((weight, self._read_named(named)))
             if weight:
                 chosen = self._trained(todo.phase)
                 self.collector.add(loss if weight == 1 else loss * weight, chosen, first=not before)
             del loss  # with its graph
-        return parts.loss, parts.returned, self.collector.total(parts.weight) if parts.weight else None
+        others = _merged(named_parts, len(pieces)) if named_parts else None
+        return parts.loss, parts.returned, self.collector.total(parts.weight) if parts.weight else None, others
 
     def _batch(self, key: int | None, share: Share, watch: Watch | None) -> Any:
         batch = self._read_batch(key, share)
@@ -165,10 +169,12 @@ class Lane:
         chosen = self._chosen[phase]
         return None if chosen is None else [parameter for _, parameter in chosen if parameter.requires_grad]
 
-    def _loss(self, batch: Any, todo: Todo, share: Share, watch: Watch | None) -> tuple[torch.Tensor, Any]:
-        """The loss of a batch, and the weight that came with it. Known errors are explained."""
+    def _loss(
+        self, batch: Any, todo: Todo, share: Share, watch: Watch | None
+    ) -> tuple[torch.Tensor, Any, Named | None]:
+        """The loss of a batch, and the weight and named losses that came with it. Known errors are explained."""
         try:
-            loss, weight = self._forwards[todo.phase].loss(batch, share.origin, watch)
+            loss, weight, named = self._forwards[todo.phase].loss(batch, share.origin, watch)
         except ValueError as error:
             _explain(error, len(share.samples))
             raise
@@ -176,7 +182,7 @@ class Lane:
             explain(error)
             raise
         self._ambiguous.warn(weight, batch)
-        return loss, weight
+        return loss, weight, named
 
     def _read(self, loss: torch.Tensor) -> Any:
         """A loss as a number, or as a tensor if the device is not waited for yet; in float64 for micro-batches."""
@@ -184,6 +190,12 @@ class Lane:
             return loss.item()
         read = loss.detach().reshape(())
         return read if self._parts == 1 else read.double()
+
+    def _read_named(self, named: Named) -> Named:
+        return {
+            name: (self._read(value) if isinstance(value, torch.Tensor) else value, weight)
+            for name, (value, weight) in named.items()
+        }
 
     def watched(self, todo: Todo, watch: Watch) -> Computed:
         """Compute one replica by itself, and tell its intermediate values, or what it did to parameters."""
@@ -260,6 +272,20 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def _weight(todo: Todo, returned: float | None) -> float:
     return todo.weight if returned is None else returned
+
+
+def _merged(parts: Sequence[tuple[float, Named]], count: int) -> Named:
+    """The named losses of a replica, out of those of its micro-batches, each with the weight of its loss."""
+    merged: dict[str, tuple[Any, float | None]] = {}
+    for _, named in [*parts, (0.0, {})] if len(parts) < count else parts:
+        checks.same_names(parts[0][1], named, "micro-batch")
+    for name, (_, own) in parts[0][1].items():
+        mean = Parts([1] * len(parts))
+        for number, (weight, named) in enumerate(parts):
+            value, returned = named[name]
+            mean.add(number, value, weight if returned is None else returned)
+        merged[name] = (mean.loss, None if own is None else mean.weight)
+    return merged
 
 
 @contextlib.contextmanager
