@@ -59,7 +59,7 @@ class History:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
         evaluated = {step: apart(line.get("metrics", {}), (LOSS, *BESIDE)) for step, line in self.steps.items()}
         names = [name for values in evaluated.values() for name in values]
-        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *self.losses(), *BESIDE)}
+        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *sorted(self.losses()), *BESIDE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
             for key, value in ({RATE: rate} | line | evaluated[step] | line.get("losses", {})).items():
