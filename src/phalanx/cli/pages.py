@@ -58,8 +58,8 @@ class History:
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
         evaluated = {step: apart(line.get("metrics", {}), (LOSS, *BESIDE)) for step, line in self.steps.items()}
-        names = [name for values in evaluated.values() for name in values]
-        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *sorted(self.losses()), *BESIDE)}
+        names = [*(name for values in evaluated.values() for name in values), *sorted(self.losses())]
+        curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *BESIDE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
             for key, value in ({RATE: rate} | line | evaluated[step] | line.get("losses", {})).items():
