@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.checkpoint.snapshot import Snapshot
-from phalanx.checkpoint.tensors import PICKLES, SUFFIX, leaf, read_file
+from phalanx.checkpoint.tensors import SUFFIX, leaf, read_file
 from phalanx.definition import checks
 from phalanx.definition.plain import taking_over
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import stored
 from phalanx.seams.records import STATE_DICT, Captured, Tensor
 
-SOURCES = "give a snapshot, a run_dir, a safetensors file, a state dict or result.best"
 TOLD = 5  # names that are listed
 
 
@@ -33,26 +32,6 @@ def state_dict_of(snapshot: Snapshot) -> dict[str, Tensor] | None:
         others: dict[str, str | None] = dict(noted)
         more = {name: snapshot.weights[weight] for name, weight in others.items() if weight is not None}
         return {name: item for name, item in snapshot.weights.items() if name not in others} | more
-
-
-def checked_source(name: str, value: Any) -> Any:
-    """What a run is to begin from: None, an absolute path, or a dict of tensors and arrays.
-
-    Raises
-    ------
-    UsageError
-        It is nothing of these.
-    """
-    value = getattr(value, "weights", value)  # of result.best, or of what phalanx.load returned
-    if value is None or isinstance(value, Mapping):
-        return value
-    path = checks.path(name, value, hint=SOURCES)
-    if path.suffix in PICKLES:
-        raise UsageError(
-            f"{name} is {str(value)!r}, which may be a pickle, and those can run code when they are read; give the "
-            "dict in it (torch.load(path, weights_only=True)), or write it as a safetensors file"
-        )
-    return path
 
 
 def loose_weights(source: Any) -> dict[str, Tensor] | None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypedDict
 
-from phalanx.checkpoint.named import checked_source
 from phalanx.checkpoint.resume import ANYWAY
+from phalanx.checkpoint.tensors import PICKLES
 from phalanx.definition import checks
 from phalanx.definition.checks import ARGUMENTS, answer
 from phalanx.definition.evaluation import Evaluation, check_metric, listed_evaluations
@@ -49,6 +49,7 @@ Check = Callable[[str, Any], Any]
 FIELDS = frozenset(item.name for item in dataclasses.fields(Definition))
 NEEDS_RUN_DIR = ("resume", "snapshot_every", "keep_snapshots", "on_snapshot_error", "chain")
 MOST_READERS = 64
+SOURCES = "give a snapshot, a run_dir, a safetensors file, a state dict or result.best"
 CHAIN = {"auto": None, "every": 1, "off": 0}
 
 
@@ -197,6 +198,20 @@ def _devices(_: str, devices: Any) -> tuple[str, ...]:
     return tuple("cpu" if name == "cpu:0" else name for name in devices)
 
 
+def _source(name: str, value: Any) -> Any:
+    """What a run is to begin from: None, an absolute path, or a dict of tensors and arrays."""
+    value = getattr(value, "weights", value)  # of result.best, or of what phalanx.load returned
+    if value is None or isinstance(value, Mapping):
+        return value
+    path = checks.path(name, value, hint=SOURCES)
+    if path.suffix in PICKLES:
+        raise UsageError(
+            f"{name} is {str(value)!r}, which may be a pickle, and those can run code when they are read; give the "
+            "dict in it (torch.load(path, weights_only=True)), or write it as a safetensors file"
+        )
+    return path
+
+
 # Each option: its default, and the check that turns a value into what the run takes.
 CHECKS: Mapping[str, tuple[Any, Check]] = {
     "workers": ("auto", _count()),
@@ -214,7 +229,7 @@ CHECKS: Mapping[str, tuple[Any, Check]] = {
     "max_failures": (10, functools.partial(checks.integer, least=1)),
     "max_seconds": (None, _limit),
     "deadline_seconds": ("auto", _seconds),
-    "warm_start": (None, checked_source),
+    "warm_start": (None, _source),
     "evaluation": (None, lambda _, value: listed_evaluations(value)),
     "callbacks": ((), lambda _, value: checked_callbacks(value)),
     "progress": ("auto", _one_of(True, False, "auto")),
