@@ -6,10 +6,13 @@ import subprocess
 import sys
 import textwrap
 
-import psutil  # noqa: F401  a package that is installed
+import psutil
 import pytest
 
-from phalanx.engines.processes.starter import packaged
+import phalanx
+from phalanx.engines.processes.starter import WARM, packaged
+from phalanx.surroundings import sources
+from tests.families import FAMILIES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what an import leaves behind is told by Linux only")
 NOTED = "import os\nwith open(os.environ['NOTES'], 'a') as notes:\n    print({name!r}, os.getpid(), file=notes)\n"
@@ -146,3 +149,14 @@ def test_a_program_that_ends_does_not_wait_for_an_import(packages):
 def test_modules_of_packages_are_prepared():
     """Those of installed packages are; not what every process has anyhow, nor the user's own."""
     assert packaged(["torch", "psutil", "numpy", "json", __name__, "sys", "no_such_module"]) == ["psutil"]
+
+
+@pytest.mark.parametrize(
+    "metric", [lambda output, target: psutil.cpu_count() * output.mean(), {"mean": psutil.Process}]
+)
+def test_modules_of_metrics_are_prepared(monkeypatch, metric):
+    """What an evaluation's functions come from is imported once for all workers, as what a recipe's come from."""
+    monkeypatch.setattr(WARM, "_modules", [])
+    recipe = FAMILIES["mlp"].recipe(2, steps=1)
+    with recipe.start(workers=2, engine="processes", evaluation=phalanx.Evaluation(metric, recipe.data)):
+        assert any(sources.package_of(name) == "psutil" for name in WARM._modules)

@@ -984,3 +984,10 @@ def test_a_step_that_fails_is_not_taken_for_a_saved_one(tmp_path):
         with pytest.raises(phalanx.RunError, match="every replica of step 0 has weight 0") as caught:
             run.step()
         assert not isinstance(caught.value, phalanx.Preempted)
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_what_is_no_run_is_named(tmp_path, name):
+    """A path that is no snapshot and no run's directory is told so, and not as a damaged snapshot."""
+    with pytest.raises(phalanx.SnapshotError, match="is no snapshot and no directory of a run"):
+        phalanx.load(tmp_path / name)

@@ -311,11 +311,13 @@ def load(path: Any) -> Loaded:
 def read_any(path: pathlib.Path) -> Snapshot:
     """The snapshot at ``path``, or the newest good one of the run there."""
     try:
-        alone = (path / snapshot.MANIFEST).exists() or not (path / SNAPSHOTS).is_dir()
+        alone, whole = (path / snapshot.MANIFEST).exists(), (path / SNAPSHOTS).is_dir()
     except OSError as error:
         raise SnapshotError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     if alone:
         return snapshot.read(path)
+    if not whole:
+        raise SnapshotError(f"{str(path)!r} is no snapshot and no directory of a run; give one of these")
     earlier = newest_of(path)
     if earlier is None:
         raise SnapshotError(f"{str(path)!r} has no snapshot")

@@ -203,6 +203,7 @@ class Warm:
         self._lock = threading.RLock()
         self._zygote: Zygote | None = None
         self._modules: list[str] = []
+        self.beside: Sequence[Any] = ()  # what workers call beside a recipe's functions: those of its evaluations
 
     def zygote(self) -> Zygote:
         """The zygote, started if there is none."""
@@ -222,7 +223,7 @@ class Warm:
         OSError, UsageError
             No process can be started here.
         """
-        code = [value for value in vars(definition).values() if callable(value)]
+        code = [*(value for value in vars(definition).values() if callable(value)), *self.beside]
         modules = packaged([*needed(code, reduced), type(definition.data).__module__])
         with self._lock:
             self._modules = list(dict.fromkeys([*self._modules, *modules]))
