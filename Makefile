@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+DEMO := .venv/.demo
 INSTALLED := .venv/.installed
 MINUTES ?= 10
 SEED ?= 0
@@ -12,7 +13,7 @@ SOURCES := $(wildcard src tests benchmarks examples)
 help:  ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(INSTALLED)  ## train a small model on handwritten digits and draw how it went
+demo: $(DEMO)  ## train a small model on handwritten digits and draw how it went
 	@$(BIN)/phalanx demo digits
 
 # Three processes: two share all tests but those on the fake accelerator. The order follows from SEED alone.
@@ -74,10 +75,15 @@ clean:  ## remove caches and build outputs; .venv stays
 	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	@find . \( -path ./.venv -o -path ./.git \) -prune -o -type d \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
-# Done once; done again when what is to be installed changes.
-$(INSTALLED): pyproject.toml constraints.txt
-	@echo "Installing phalanx and its tools into .venv; the first time this downloads torch and takes a few minutes."
+# Done once; done again when what is to be installed changes. A demonstration needs less than tests.
+$(DEMO): pyproject.toml constraints.txt
+	@echo "Installing phalanx into .venv; the first time this downloads torch and takes about a minute."
 	@test -x $(BIN)/python -a -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(INSTALLED): $(DEMO)
+	@echo "Installing the tools that tests need into .venv; the first time this takes about a minute."
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
