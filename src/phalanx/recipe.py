@@ -270,9 +270,9 @@ class Recipe(Definition):
         called = time.perf_counter()
         settled = settle(options, self.replicas)
         check_evaluated(self, settled)
-        from phalanx.engines.selection import WARM, distributes, open_engine  # it loads the code that starts processes
+        from phalanx.engines.selection import distributes, open_engine  # it loads the code that starts processes
 
-        WARM.beside = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
+        functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
         kept_in = settled.run_dir
         if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
@@ -285,7 +285,7 @@ class Recipe(Definition):
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
                 allow=settled.nondeterministic == "allow",
                 readers=settled.readers, audit=Audit(settled.audit, self.seed) if settled.audit else None,
-                max_failures=settled.max_failures,
+                max_failures=settled.max_failures, functions=functions,
             )  # fmt: skip
             undo.callback(engine.close)
             past.check(engine)

@@ -1,6 +1,7 @@
 """Callbacks: hooks and their order, state that is in snapshots, and those that phalanx has."""
 
 import csv
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -332,3 +333,5 @@ def test_who_waits_for_a_metric_that_nobody_evaluates(made):
     """Early stopping and best weights without an evaluation are refused before the first step."""
     with pytest.raises(phalanx.UsageError, match=f"{type(made).__name__}.*but nothing is evaluated"):
         recipe().train(engine="inline", callbacks=[made])
+    with pytest.raises(phalanx.UsageError, match=f"{type(made).__name__}.*data is None.*call run.evaluate"):
+        dataclasses.replace(recipe(epochs=1), data=None, epochs=None).start(engine="inline", callbacks=[made])

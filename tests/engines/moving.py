@@ -9,8 +9,8 @@ def hurry(monkeypatch, recipe):
     """Let runs of such recipes move to two workers after their first steps, however slowly the zygote imports."""
     prepare = WARM.prepare
 
-    def prepare_and_wait(definition):
-        prepare(definition)
+    def prepare_and_wait(*given):
+        prepare(*given)
         WARM.zygote()._ask({"end": 0})  # answered once it has imported what it was told to
 
     monkeypatch.setattr(selection, "START_SECONDS", 0.0)

@@ -143,7 +143,7 @@ def test_runs_that_go_on(tmp_path):
     columns = log[0].split(",")
     assert [float(line.split(",")[columns.index("loss/ce")]) for line in log[1:]] == [row["ce"] for row in rows]
     history = pages.read(tmp_path / "part")
-    assert history.curves()["loss/hits"] == [(step, row["hits"]) for step, row in enumerate(rows)]
+    assert history.curves["loss/hits"] == [(step, row["hits"]) for step, row in enumerate(rows)]
     assert "last loss/hits" not in history.row()
     roots = {(tmp_path / name / "chain.jsonl").read_text().splitlines()[-1] for name in ("whole", "part")}
     recipe(alone).train(run_dir=tmp_path / "alone", engine="inline")

@@ -110,6 +110,16 @@ def test_a_run_that_was_stopped_early_is_told_of(here, recipe_file):
     assert json.loads(here(*command, "--json", cwd=recipe_file.parent).stdout)["stopped_early"] in said
 
 
+def test_a_run_of_limited_time_says_by_its_status_that_it_goes_on(here, recipe_file):
+    """75 until all steps are done, if there is a directory to go on from; without one the run is over."""
+    command = ("train", "job.py", "--quiet", "--max-seconds", "1e-9")
+    kept = [here(*command, "--run-dir", "run", cwd=recipe_file.parent).returncode for _ in range(7)]
+    assert kept[0] == 75
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] == 0
+    assert here(*command, cwd=recipe_file.parent).returncode == 0
+
+
 def test_a_file_has_no_arguments_of_the_command(here, tmp_path):
     """A file that parses arguments gets its defaults; one that ends itself is refused in a sentence."""
     parsed = (

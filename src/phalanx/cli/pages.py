@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import html
 import itertools
 import math
@@ -55,6 +56,7 @@ class History:
     recipe: dict[str, Any] = field(default_factory=dict[str, Any])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    @functools.cached_property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
         evaluated = {step: apart(line.get("metrics", {}), (LOSS, *BESIDE)) for step, line in self.steps.items()}
@@ -70,7 +72,7 @@ class History:
     def last(self) -> dict[str, float]:
         """The last loss, and the last value of each metric."""
         others = {*BESIDE, *self.losses()}
-        return {name: points[-1][1] for name, points in self.curves().items() if points and name not in others}
+        return {name: points[-1][1] for name, points in self.curves.items() if points and name not in others}
 
     def losses(self) -> set[str]:
         """Names of losses beside the loss."""
@@ -78,11 +80,10 @@ class History:
 
     def best(self) -> dict[str, Any]:
         """The best value of the first metric whose name says what is better, else the lowest loss, with its steps."""
-        curves = self.curves()
         for name in sorted(self.last(), key=LOSS.__eq__):  # the loss last
             with contextlib.suppress(UsageError):  # its name does not say what is better
                 rank = Better(name, "auto").rank
-                step, value = min(curves[name], key=lambda point: rank(point[1]))
+                step, value = min(self.curves[name], key=lambda point: rank(point[1]))
                 return {"name": name, "value": value, "steps": int(step) + 1}
         return {}
 
@@ -93,7 +94,7 @@ class History:
         whole = max(stamps, default=0.0) - min(stamps, default=0.0)
         inside = sum(line.get("seconds") or 0.0 for line in self.steps.values())
         saved = sum(line.get("seconds") or 0.0 for line in self.events if line.get("event") == "snapshot")
-        rates = self.curves()["lr"]
+        rates = self.curves["lr"]
         lrs = {f"{when} lr": rates[at][1] for when, at in (("first", 0), ("last", -1)) if rates}
         return {
             "run": self.name,
@@ -229,7 +230,7 @@ def _table(rows: Any, best: int | None = None) -> str:
 
 def _picture(histories: Sequence[History]) -> str:
     deaths = [[line["step"] for line in one.events if line.get("event") == "death"] for one in histories]
-    return svg(plot_runs([one.name for one in histories], [one.curves() for one in histories], deaths))
+    return svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))
 
 
 def _number(value: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import dis
+import functools
 import inspect
 import itertools
 import platform
@@ -27,18 +28,13 @@ FORMAT = 4
 CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn", "batch_sampler")
 OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
 PHASE = ("name", "chosen", "every", "loss_takes")
-ELSEWHERE = (
-    "steps",
-    "epochs",
-    "phases",
-    "weights",
-    *CODE,
-    *OPTIONS,
-)  # steps and epochs: a finished run can be extended
+# A finished run can be extended by steps and epochs; the others are described in their own way.
+ELSEWHERE = ("steps", "epochs", "phases", "weights", *CODE, *OPTIONS)
 MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes
 TOLD = 8  # differences of a kind that are listed
 GLOBAL, READS = " (its global ", "code "
 DIFFERENTLY = "reads differently"
+SIDES = "here", "there"
 IDLE, JUMPS = ("NOP", "CACHE", "RESUME", "EXTENDED_ARG"), frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 HAVE_NAMES = (type, FunctionType, BuiltinFunctionType)
 
@@ -88,8 +84,8 @@ def shared(definition: Definition) -> tuple[dict[str, Any], dict[str, str]]:
     return {**mine["values"], **equal, **mine["data"], **versions}, doubts
 
 
-def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
-    """Compare two recipes by their descriptions.
+def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], sides: tuple[str, str] = SIDES) -> Comparison:
+    """Compare two recipes by their descriptions; ``sides``: where they are, in words.
 
     Raises
     ------
@@ -99,19 +95,19 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
     try:
         if theirs["format"] != FORMAT:
             raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads format {FORMAT}")
-        comparison = Comparison()
+        comparison, between = Comparison(), functools.partial(_between, sides=sides)
         for part in ("values", "made") if mine.get("made") and theirs.get("made") else ("values",):
-            comparison.differs += _between(mine[part], theirs[part])
+            comparison.differs += between(mine[part], theirs[part])
         for name in {**mine["data"], **theirs["data"]}:
             one, other = (side["data"].get(name, ["absent", ""]) for side in (mine, theirs))
             if one != other:
-                comparison.differs += [_words(name, one[0], other[0])]
+                comparison.differs += [_words(name, one[0], other[0], sides)]
         versions = [side["versions"] for side in (mine, theirs)]
-        comparison.versions = _between(*_common(*versions))
+        comparison.versions = between(*_common(*versions))
         pythons = {side["python"].rpartition(".")[0] for side in versions}
         if len(pythons) == 1:  # another version has other bytecode
-            comparison.hints += _between(mine["hints"], theirs["hints"])
-        beside = _between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
+            comparison.hints += between(mine["hints"], theirs["hints"])
+        beside = between(*_common(*(side.get("beside", {}) for side in (mine, theirs))))
         comparison.hints += [text for text in beside if len(pythons) == 1 or not text.endswith(DIFFERENTLY)]
         return comparison
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -236,26 +232,28 @@ def _code(code: CodeType) -> str:
     return " ".join(text for text in texts if not text.startswith(IDLE))
 
 
-def _between(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+def _between(mine: Mapping[str, str], theirs: Mapping[str, str], sides: tuple[str, str]) -> list[str]:
     """The values that differ, in words; not those that are absent because something above them differs."""
     pairs = {name: (mine.get(name, "absent"), theirs.get(name, "absent")) for name in {**mine, **theirs}}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     differences = [
-        _words(name, *pair)
+        _words(name, *pair, sides)
         for name, pair in changed.items()
         if "absent" not in pair or not any(name.startswith(above) for above in changed if above != name)
     ]
     return differences[:TOLD] + [f"and {len(differences) - TOLD} more"] * (len(differences) > TOLD)
 
 
-def _common(one: Mapping[str, str], other: Mapping[str, str]) -> list[dict[str, str]]:
+def _common(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Two sides, with the names that both have."""
-    return [{name: text for name, text in side.items() if name in one and name in other} for side in (one, other)]
+    names = [name for name in one if name in other]
+    return {name: one[name] for name in names}, {name: other[name] for name in names}
 
 
-def _words(name: str, one: str, other: str) -> str:
+def _words(name: str, one: str, other: str, sides: tuple[str, str]) -> str:
+    here, there = sides
     if one == other:
-        return f"{name} is another {one} here than there"
+        return f"{name} is another {one} {here} than {there}"
     if READS in (one[: len(READS)], other[: len(READS)]):
         return f"{name} {DIFFERENTLY}"
-    return f"{name} is {one} here, and {other} there"
+    return f"{name} is {one} {here}, and {other} {there}"

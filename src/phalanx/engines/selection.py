@@ -50,12 +50,14 @@ def open_engine(
     audit: Audit | None = None,
     max_failures: int = MOST,
     readers: int | None = 0,
+    functions: Sequence[Any] = (),
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 
     ``allow``: accelerators may use operations without a deterministic kernel, and what is computed twice may differ.
     None: neither is allowed, and nothing is computed twice.
     ``readers``: their number. None: one for each worker, as far as cores are free.
+    ``functions``: what workers will call beside the recipe's own; their packages are imported ahead.
     ``begin(framework)`` may give the framework the state of an earlier run, and returns what that run had done.
     """
     if distributes(engine):
@@ -74,7 +76,7 @@ def open_engine(
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
     if engine == "processes" or not (engine == "inline" or here or workers is None):
-        WARM.prepare(definition)  # first: it imports while the model is made here
+        WARM.prepare(definition, functions)  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
         facts = definition, framework, place(definition.replicas, count), begun(), Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, count, usable_cores()))
@@ -82,7 +84,7 @@ def open_engine(
     if engine == "inline" or here or framework.lanes is not None:
         ahead = ahead_here(definition, framework, readers) if readers and CAPABLE else None
         return Inline(definition, framework, begun(), ahead=ahead)
-    return cast("Engine", Auto(definition, framework, begun(), count, Deadline(deadline_seconds), readers))
+    return cast("Engine", Auto(definition, framework, begun(), count, Deadline(deadline_seconds), readers, functions))
 
 
 @contextlib.contextmanager
@@ -117,6 +119,8 @@ class Auto(Changing[Engine]):
     deadline : Deadline
     readers : int or None
         As ``ahead_here`` takes it.
+    functions : sequence
+        As ``open_engine`` takes them.
     """
 
     def __init__(
@@ -127,8 +131,9 @@ class Auto(Changing[Engine]):
         workers: int,
         deadline: Deadline,
         readers: int | None = 0,
+        functions: Sequence[Any] = (),
     ) -> None:
-        self._definition = definition
+        self._definition, self._functions = definition, functions
         self._framework = framework
         self._most = workers
         self._deadline = deadline
@@ -156,7 +161,7 @@ class Auto(Changing[Engine]):
         """Start the process that forks workers as soon as that may pay."""
         if self._gain() > self._moving + (0.0 if WARM.awake else START_SECONDS):
             try:
-                WARM.prepare(self._definition)
+                WARM.prepare(self._definition, self._functions)
                 self._consider = self._think_of_moving
             except Exception as error:  # no process can be started here
                 self._stay(error)

@@ -218,7 +218,7 @@ def device_names(names: Sequence[str], replicas: int) -> list[str]:
 
 
 def device_facts(names: Sequence[str]) -> dict[str, str]:
-    """What their framework says of these devices, and how fast the first two exchange memory, if it can tell."""
+    """What their framework says of these devices."""
     return _whose(names).facts(names)
 
 

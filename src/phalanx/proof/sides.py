@@ -158,13 +158,9 @@ def different_fields(one: Side, other: Side) -> dict[str, str]:
     here, there = f"in {one.name}", f"in {other.name}"
     mine, theirs = (side.run.get("recipe") or {} for side in (one, other))
     with contextlib.suppress(ValueError):  # one of them is no recipe
-        comparison = compare(mine, theirs)
+        comparison = compare(mine, theirs, (here, there))
         for text in (*comparison.differs, *comparison.hints, *comparison.versions):
-            sided = text.removesuffix(" there")
-            ending = f" {there}" * (sided != text)
-            for joined in (", and ", " than"):
-                sided = sided.replace(f" here{joined}", f" {here}{joined}")
-            fields.setdefault(re.split(r"[^\w]", text, maxsplit=1)[0], sided + ending)
+            fields.setdefault(re.split(r"[^\w]", text, maxsplit=1)[0], text)
     left, right = (side.run.get("environment") or {} for side in (one, other))
     for name in {**left, **right} if left and right else ():
         if left.get(name) != right.get(name):

@@ -312,13 +312,12 @@ class Run:
         """
         self._check_open()
         target = checks.path("path", path, hint="give the name of a folder that is to be made")
-        if target.exists() or target.is_symlink():
-            self._complete()
-            if holds(target, self._now(copy=False).digest):  # a step that was done again saves the same again
-                return
-            raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
         self._complete()
-        write_apart(target, self._definition, self._engine, self._now(copy=False).digest)
+        digest = self._now(copy=False).digest
+        if not (target.exists() or target.is_symlink()):
+            write_apart(target, self._definition, self._engine, digest)
+        elif not holds(target, digest):  # a step that was done again saves the same again
+            raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
 
     @verb
     def result(self) -> Result:

@@ -21,14 +21,14 @@ from typing import Any, Final
 
 from phalanx.errors import Trouble
 from phalanx.plan.lifecycle import Phase, Progress
-from phalanx.seams.records import packed
+from phalanx.seams.records import Part, packed
 from phalanx.shared.memory import order
 
 RING: Final = 1024  # reports that the parent may be behind
 REPORT: Final = 7  # length of named losses; loss, norm, lr, samples, started, ended; then loss, weight of each replica
 TOLD: Final = 2  # numbers of each replica in a report
-PART: Final = 7  # loss, weight, returned, samples, length of named losses; options and lr of the worker
-NAMED: Final = 4  # where that length is
+PART: Final = len(Part._fields)  # of a row; of named losses it has their length
+NAMED: Final = Part._fields.index("named")
 NOTE: Final = 1024  # bytes for named losses: 8 of them, with names of 62 characters
 
 

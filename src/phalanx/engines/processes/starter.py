@@ -203,7 +203,6 @@ class Warm:
         self._lock = threading.RLock()
         self._zygote: Zygote | None = None
         self._modules: list[str] = []
-        self.beside: Sequence[Any] = ()  # what workers call beside a recipe's functions: those of its evaluations
 
     def zygote(self) -> Zygote:
         """The zygote, started if there is none."""
@@ -215,15 +214,17 @@ class Warm:
                 atexit.register(self.close)
             return self._zygote
 
-    def prepare(self, definition: Definition) -> None:
+    def prepare(self, definition: Definition, functions: Sequence[Any] = ()) -> None:
         """Start a zygote beside the caller, which imports the packages of the recipe's code, unless there is one.
+
+        ``functions``: what else workers will call, as those of evaluations.
 
         Raises
         ------
         OSError, UsageError
             No process can be started here.
         """
-        code = [*(value for value in vars(definition).values() if callable(value)), *self.beside]
+        code = [*(value for value in vars(definition).values() if callable(value)), *functions]
         modules = packaged([*needed(code, reduced), type(definition.data).__module__])
         with self._lock:
             self._modules = list(dict.fromkeys([*self._modules, *modules]))
