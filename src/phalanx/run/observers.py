@@ -202,9 +202,11 @@ class Called(Observer):
 
 def say_resumed(run: Any, total: int | None) -> None:
     """Say on stderr from where a run goes on, if it does."""
-    if run.run_dir is not None and run.resumed_from and run.resumed_from != total:
+    if run.run_dir is not None and run.resumed_from not in (None, total):
         near = os.path.relpath(run.run_dir)
-        _print(f"going on from step {run.resumed_from} of {run.run_dir if near.startswith(os.pardir) else near}")
+        where = run.run_dir if near.startswith(os.pardir) else near
+        anew = f"{where} has no snapshot of a later step than 0: beginning anew"
+        _print(f"going on from step {run.resumed_from} of {where}" if run.resumed_from else anew)
 
 
 def _print(text: str) -> None:
