@@ -213,6 +213,7 @@ class SaveBest:
 
     def __init__(self, metric: str, keep: int = 1, mode: str = "auto") -> None:
         self._better = Better(metric, mode)
+        self._metric, self._mode = metric, mode  # which snapshots tell
         self.waits_for = metric
         self._keep = checks.integer("keep", keep, least=1)
         self.kept: list[Best] = []

@@ -232,7 +232,8 @@ def report_runs(
 ) -> None:
     """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment.
 
-    Of several runs the best one is marked: by the first metric whose name says what is better, else by the loss.
+    Of several runs the best one is marked: by the metric of SaveBest, else the first whose name says what is better,
+    else the loss.
     """
     rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
     show({"runs": rows, "report": to}, [*pages.lines(rows), ["report", to]], json_=json_)
@@ -245,7 +246,8 @@ def list_runs(
 ) -> None:
     """List the runs in a folder, with their arguments, last values and state; a star marks the best of all.
 
-    The best has the best value of the first metric of which the name says whether more is better, else the lowest loss.
+    The best has the best value of the metric of SaveBest, else of the first metric of which the name says whether more
+    is better, else the lowest loss.
     """
     rows = sweeps.rows_of(pathlib.Path(folder))
     show(rows, sweeps.table(rows), json_=json_)

@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.callbacks.best import Better
 from phalanx.checkpoint import files
 from phalanx.checkpoint.resume import read_any
+from phalanx.definition.evaluation import meant
 from phalanx.definition.plain import apart
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.proof.replay import events
@@ -48,6 +49,8 @@ class History:
         All other lines.
     recipe, facts : dict
         Fields and environment, of the newest snapshot.
+    saved_by : tuple of str
+        The metric and the mode of the first ``SaveBest``, of the newest snapshot; ("", "auto") without one.
     """
 
     name: str
@@ -55,6 +58,7 @@ class History:
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     recipe: dict[str, Any] = field(default_factory=dict[str, Any])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    saved_by: tuple[str, str] = ("", "auto")
 
     @functools.cached_property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
@@ -79,12 +83,14 @@ class History:
         return {name for line in self.steps.values() for name in line.get("losses", ())}
 
     def best(self) -> dict[str, Any]:
-        """The best value of the first metric whose name says what is better, else the lowest loss, with its steps."""
-        for name in sorted(self.last(), key=LOSS.__eq__):  # the loss last
+        """The best value with its steps, of what ``SaveBest`` goes by, else the first metric that can be ranked."""
+        known, (metric, mode) = self.last(), self.saved_by
+        first, others = meant(metric, known), sorted(known, key=LOSS.__eq__)  # the loss last
+        for name, sense in [(first or LOSS, mode)] * bool(first) + [(other, "auto") for other in others]:
             with contextlib.suppress(UsageError):  # its name does not say what is better
-                rank = Better(name, "auto").rank
+                rank = Better(name, sense).rank
                 step, value = min(self.curves[name], key=lambda point: rank(point[1]))
-                return {"name": name, "value": value, "steps": int(step) + 1}
+                return {"name": name, "value": value, "steps": int(step) + 1, "mode": sense}
         return {}
 
     def row(self) -> dict[str, Any]:
@@ -137,8 +143,9 @@ def report(runs: Sequence[pathlib.Path], to: pathlib.Path) -> list[dict[str, Any
 def best_of(histories: Sequence[History]) -> int | None:
     """Which run has the best value of all: of the first metric that is the best of one, else of the loss."""
     bests = [history.best() for history in histories]
-    shared = next((best["name"] for best in bests if best and best["name"] != LOSS), LOSS)
-    rank, known = Better(shared, "auto").rank, [best for best in bests if best and best["name"] == shared]
+    named = ((best["name"], best["mode"]) for best in bests if best and best["name"] != LOSS)
+    shared, mode = next(named, (LOSS, "auto"))
+    rank, known = Better(shared, mode).rank, [best for best in bests if best and best["name"] == shared]
     return bests.index(min(known, key=lambda best: rank(best["value"]))) if known else None
 
 
@@ -168,6 +175,8 @@ def read(path: pathlib.Path) -> History:
         newest = read_any(path)
         history.recipe = _fields(newest.noted("values"))
         history.facts = newest.environment
+        metric, mode = (str(newest.noted("beside").get(f"SaveBest.{name}", "")) for name in ("metric", "mode"))
+        history.saved_by = metric.strip("'"), mode.strip("'") or "auto"
     return history
 
 
