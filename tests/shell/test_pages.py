@@ -77,6 +77,15 @@ def test_the_terminal_has_the_rows_of_the_page(here, run_dir, tmp_path):
     assert here("report", str(tmp_path), cwd=tmp_path).returncode == 2
 
 
+def test_many_runs_have_a_row_each_in_a_terminal(here, run_dir, tmp_path):
+    """More than three runs are rows below each other, which fit; the best is marked."""
+    done = here("report", *[str(run_dir)] * 4, cwd=tmp_path)
+    heading, *rows, last = done.stdout.splitlines()
+    assert heading.split()[:2] == ["run", "steps"]
+    assert [line.count(" *") for line in rows] == [1, 0, 0, 0]
+    assert last.split() == ["report", "report.html"]
+
+
 def test_deaths_are_drawn_where_they_were():
     """Each death is a mark below the curve of its run; a run without one has none; a long curve is thinned."""
     curve = [(step, 1.0 / (1 + step)) for step in range(5000)]

@@ -172,6 +172,9 @@ class Best:
     path: pathlib.Path | None = None
     kept: dict[str, Any] | None = field(default=None, repr=False)
 
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.6g} after {self.steps} steps"
+
     @property
     def weights(self) -> dict[str, Any]:
         """Parameters and buffers by name: ``model.load_state_dict(result.best.weights)``; averaged with ``EMA``."""

@@ -236,7 +236,7 @@ class ResumeState:
             self._directory.close()
             raise UsageError(
                 f"run_dir has snapshots of another recipe: {why}. Use that recipe, choose another run_dir, or go on "
-                f"all the same with resume={ANYWAY!r}, which is noted in the log"
+                f"all the same with resume={ANYWAY!r} (--resume {ANYWAY}), which is noted in the log"
             )
         checks.warn(f"going on with another recipe than that of the snapshot: {why}")
         self._differs += differs

@@ -17,6 +17,7 @@ import traceback
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from phalanx import __version__
 from phalanx.callbacks.best import best_in
@@ -36,13 +37,32 @@ from phalanx.surroundings.presence import rank
 from phalanx.tuning import Tuned, tune
 
 EXIT_RUN, EXIT_INTERRUPTED = 1, 130
+MOST_BESIDE = 3  # runs that have a column each in a terminal; more have a row each
 EXITS = {UsageError: 2, Preempted: 75}
 EXIT_CODES = (
     "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 75 saved at SIGTERM or --max-seconds: run again, "
     "130 stopped by Ctrl-C."
 )
 
+
+class Commands(TyperGroup):
+    """Says how arguments of a recipe are written, where an unknown option was given."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # typer brings a click of its own, or not, so classes differ
+            known = vars(error)
+            if type(error).__name__ == "NoSuchOption" and "arguments" in [
+                one.name for one in known["ctx"].command.params
+            ]:
+                known["message"] += ". Arguments of the recipe are written without dashes, as in lr=0.1"
+            raise
+
+
 app = typer.Typer(
+    cls=Commands,
     help=f"Synchronous data-parallel training with an exact answer.\n\n{EXIT_CODES}",
     no_args_is_help=True,
     add_completion=False,
@@ -236,7 +256,8 @@ def report_runs(
     else the loss.
     """
     rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
-    show({"runs": rows, "report": to}, [*pages.lines(rows), ["report", to]], json_=json_)
+    many = len(rows) > MOST_BESIDE
+    show({"runs": rows, "report": to}, [*(pages.short if many else pages.lines)(rows), ["report", to]], json_=json_)
 
 
 @app.command("runs")
@@ -319,6 +340,7 @@ def _report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: boo
     per_epoch = result.seconds / done * result.steps_per_epoch if result.steps_per_epoch and done else None
     metrics = {evaluated.name: _plain(evaluated.value) for evaluated in result.metric_history}
     facts: dict[str, Any] = {
+        "best": None if result.best is None else str(result.best),
         "loss": _plain(result.loss),
         "seconds per epoch": per_epoch,
         "steps": result.steps,

@@ -184,10 +184,7 @@ def page(histories: Sequence[History]) -> str:
     """The whole page. Of several runs there is a table with a row for each first."""
     title = html.escape(", ".join(history.name for history in histories))
     rows, best = _rows(histories), best_of(histories)
-    names = dict.fromkeys(name for row in rows for name in row)
-    known = [name for name in names if name in ("run", "steps", "best", "lasted", "started") or name.startswith(LAST)]
-    short = [known, *([_number(row.get(name)) for name in known] for row in rows)]
-    parts = [f"<h1>phalanx: {title}</h1>", _table(short, best) if len(rows) > 1 else "", _picture(histories)]
+    parts = [f"<h1>phalanx: {title}</h1>", _table(short(rows), best) if len(rows) > 1 else "", _picture(histories)]
     parts += [_table(lines(rows))]
     for history in histories:
         name, shown = html.escape(history.name), [line for line in history.events if line.get("event") in SHOWN]
@@ -208,6 +205,13 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Rows side by side: a line for each entry, with its name first."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [[name, *(_number(row.get(name)) for row in rows)] for name in names]
+
+
+def short(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Rows below each other, with the heading first: what tells runs apart."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    known = [name for name in names if name in ("run", "steps", "best", "lasted", "started") or name.startswith(LAST)]
+    return [known, *([_number(row.get(name)) for name in known] for row in rows)]
 
 
 def lasting(seconds: float) -> str:
