@@ -84,6 +84,7 @@ def test_many_runs_have_a_row_each_in_a_terminal(here, run_dir, tmp_path):
     assert heading.split()[:2] == ["run", "steps"]
     assert [line.count(" *") for line in rows] == [1, 0, 0, 0]
     assert last.split() == ["report", "report.html"]
+    assert "<h1>phalanx: 4 runs</h1>" in (tmp_path / "report.html").read_text()
 
 
 def test_deaths_are_drawn_where_they_were():

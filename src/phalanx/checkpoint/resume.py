@@ -288,7 +288,7 @@ def load(path: Any) -> Loaded:
 
     Parameters
     ----------
-    path : path-like
+    path : str or path
         The folder of a snapshot, or a ``run_dir``, of which the newest good one is taken.
 
     Returns

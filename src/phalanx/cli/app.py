@@ -37,7 +37,6 @@ from phalanx.surroundings.presence import rank
 from phalanx.tuning import Tuned, tune
 
 EXIT_RUN, EXIT_INTERRUPTED = 1, 130
-MOST_BESIDE = 3  # runs that have a column each in a terminal; more have a row each
 EXITS = {UsageError: 2, Preempted: 75}
 EXIT_CODES = (
     "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 75 saved at SIGTERM or --max-seconds: run again, "
@@ -256,7 +255,7 @@ def report_runs(
     else the loss.
     """
     rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
-    many = len(rows) > MOST_BESIDE
+    many = len(rows) > pages.MOST_BESIDE
     show({"runs": rows, "report": to}, [*(pages.short if many else pages.lines)(rows), ["report", to]], json_=json_)
 
 

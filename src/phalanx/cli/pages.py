@@ -27,13 +27,15 @@ from phalanx.run.plots import RATE, plot_runs, svg
 SHOWN = ("start", "resume", "death", "replaced", "rollback", "snapshot", "failed", "end")
 LAST = "last "
 LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
+MOST_BESIDE = 3  # runs that have a column each in a terminal, and their names in a page's title
 MOST_EVENTS = 200  # on a page, the last ones
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 820px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; height: auto }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; min-width: 600px; height: auto }
+div { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 td, th { text-align: left; padding: .15rem .6rem .15rem 0; border-bottom: 1px solid #8884; vertical-align: top }
-.best { background: #3a32 } td { overflow-wrap: anywhere } td:first-child { white-space: nowrap }
+.best { background: #3a32 } td:first-child { white-space: nowrap } td:nth-child(2):last-child { word-break: break-word }
+@media (prefers-color-scheme:dark){body{background:#161616;color:#ddd} svg{filter:invert(.91) hue-rotate(180deg)}}
 """
 
 
@@ -182,7 +184,8 @@ def read(path: pathlib.Path) -> History:
 
 def page(histories: Sequence[History]) -> str:
     """The whole page. Of several runs there is a table with a row for each first."""
-    title = html.escape(", ".join(history.name for history in histories))
+    names = ", ".join(history.name for history in histories)
+    title = html.escape(names if len(histories) <= MOST_BESIDE else f"{len(histories)} runs")
     rows, best = _rows(histories), best_of(histories)
     parts = [f"<h1>phalanx: {title}</h1>", _table(short(rows), best) if len(rows) > 1 else "", _picture(histories)]
     parts += [_table(lines(rows))]
@@ -238,12 +241,13 @@ def _table(rows: Any, best: int | None = None) -> str:
     """Rows of cells; ``best`` counts those after the first, the heading."""
     cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
     marks = (' class="best"' if best is not None and number == best + 1 else "" for number in itertools.count())
-    return f"<table>{''.join(f'<tr{mark}>{row}</tr>' for row, mark in zip(cells, marks, strict=False))}</table>"
+    inside = "".join(f"<tr{mark}>{row}</tr>" for row, mark in zip(cells, marks, strict=False))
+    return f"<div><table>{inside}</table></div>"
 
 
 def _picture(histories: Sequence[History]) -> str:
     deaths = [[line["step"] for line in one.events if line.get("event") == "death"] for one in histories]
-    return svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))
+    return f"<div>{svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))}</div>"
 
 
 def _number(value: Any) -> str:

@@ -134,7 +134,7 @@ class Result:
 
         Parameters
         ----------
-        path : path-like
+        path : str or path
             Ends in ".safetensors".
         averaged : bool, default False
             Those that ``callbacks.EMA`` averaged, in place of the last step's.
