@@ -16,6 +16,7 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Columns
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.engines.gradients import Gradients, by_name
 from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError
@@ -72,6 +73,8 @@ class Inline:
         self.closed = False
         self._twice = Twice(definition, framework, allow=self.run_state.allow, audit=self.run_state.audit)
         self._twice.begin(len(self.run_state.loss_history))
+        asked = self.run_state.gradients
+        self._gradients = Gradients(framework, asked) if asked else None
         RUNS.begin()
         self._memory = weakref.finalize(self, RUNS.end)
         self.environment = self.reading = framework.environment
@@ -94,12 +97,15 @@ class Inline:
                 proposal = self._twice.propose(self._link, t, shares)
             else:
                 proposal = propose(self._framework, self._link, self._definition, t, shares)
+            if self._gradients is not None:
+                self._gradients.keep(self._definition.rounds.at(t), proposal.gradient)
             self._commit(t, proposal, samples)
         epoch = self._definition.epoch_of(t) if batch is None else None
         ended = time.perf_counter()
         self.run_state.time(started, ended)
         parts, losses, seconds = tuple(proposal.parts), proposal.named, ended - started
-        return StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, seconds, parts=parts, losses=losses)
+        report = StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, seconds, parts=parts, losses=losses)
+        return report._replace(gradients=by_name(self._gradients.latest)) if self._gradients else report
 
     def pause(self) -> bool:
         """No step runs ahead here."""

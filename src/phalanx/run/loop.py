@@ -362,4 +362,5 @@ def merged(reports: Sequence[StepReport], definition: Definition) -> StepReport:
         seconds=sum([report.seconds for report in reports]),
         parts=tuple(value for report in reports for value in report.parts),
         phases=phases,
+        gradients=reports[-1].gradients,
     )

@@ -109,6 +109,20 @@ def checked_callbacks(callbacks: Any) -> tuple[Any, ...]:
     return tuple(listed)
 
 
+def asked_gradients(callbacks: Sequence[Any]) -> list[str]:
+    """Names or patterns of parameters whose mean gradients callbacks want in reports: their ``gradients``."""
+    names: list[str] = []
+    for callback in callbacks:
+        asked = getattr(callback, "gradients", ())
+        if isinstance(asked, str) or not all(isinstance(name, str) for name in asked):
+            raise UsageError(
+                f"{type(callback).__name__}.gradients is {checks.shown(asked)}; it must be a list of names of "
+                'parameters, or of patterns: gradients = ["*.weight"]'
+            )
+        names += asked
+    return names
+
+
 class Called(Observer):
     """Calls a user's callback in the thread that does the steps.
 

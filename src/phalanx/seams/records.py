@@ -215,6 +215,8 @@ class StepReport(NamedTuple):
         those of the first phase that is done in every step.
     losses : mapping of str to float
         What the loss returned beside "loss", as means over the replicas; empty where it returned nothing else.
+    gradients : mapping of str to array
+        Mean gradients of the parameters that a callback asked for, before clipping, by name.
     """
 
     step: int
@@ -229,6 +231,7 @@ class StepReport(NamedTuple):
     parts: tuple[float, ...] = ()
     phases: Mapping[str, PhaseReport] = MappingProxyType({})
     losses: Mapping[str, float] = MappingProxyType({})
+    gradients: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def columns(self) -> dict[str, float]:
@@ -311,6 +314,8 @@ class RunState:
         How many were.
     allow : bool or None
         Whether replicas that are computed twice may differ; None: no replica is.
+    gradients : tuple of str
+        Names or patterns of parameters whose mean gradients callbacks asked for.
     max_failures : int
         Deaths by SIGKILL or SIGTERM, in a row at one place, that end the run.
     told : int
@@ -334,6 +339,7 @@ class RunState:
     audit: Audit | None = None
     audited: int = 0
     allow: bool | None = False
+    gradients: tuple[str, ...] = ()
     max_failures: int = MOST
     told: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])

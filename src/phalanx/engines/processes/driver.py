@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from phalanx.definition import checks
 from phalanx.definition.data import Samples
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.engines.gradients import by_name
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack_recipe
@@ -80,7 +82,8 @@ class Processes:
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, base)
         facts: dict[str, Any] = {"audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0}
         facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
-        facts |= {"allow": self.run_state.allow, "began": None if self._rendezvous else self._steps}
+        facts |= {"gradients": self.run_state.gradients, "allow": self.run_state.allow}
+        facts |= {"began": None if self._rendezvous else self._steps}
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
@@ -118,6 +121,8 @@ class Processes:
         report = self._absorb() if counters.done > t else None
         if report is None or any(message.step == t for message in self._pool.told):
             raise self._failure(t)
+        if self.run_state.gradients and (moment := self._definition.rounds.at(t)).last:
+            report = report._replace(gradients=self._gradients(moment.step))
         return report if batch is None else report._replace(epoch=None)
 
     def pause(self) -> bool:
@@ -206,6 +211,13 @@ class Processes:
         if any(item.kind != "result" for item in messages):
             raise first_error(messages)
         return [item.content for item in sorted(messages, key=lambda item: item.worker)]
+
+    def _gradients(self, step: int) -> dict[str, Any]:
+        """The gradients of a step that callbacks asked for. What a dead worker had of them is lost."""
+        kept = self.ask("gradients", {"step": step})
+        if None in kept:
+            checks.warn(f"gradients of step {step} are incomplete: a worker ended before it could hand over its part")
+        return by_name({index: pair for part in kept if part for index, pair in part.items()})
 
     def _task(self, kind: int, thing: Any) -> list[WorkerMessage]:
         """Have every worker do something with ``thing``; returns their messages. Those of a step stay in the pool."""

@@ -20,6 +20,7 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import unpacked
+from phalanx.engines.gradients import Gradients
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.engines.processes.messages import DriverChannel, as_told
@@ -83,6 +84,7 @@ class Worker:
             blocks=self._placement.blocks, worker=number, sums=self._counters.sums,
             began=setup["began"],
         )  # fmt: skip
+        self._gradients = Gradients(self._framework, setup["gradients"]) if setup["gradients"] else None
         self._settled = False
 
     def _share(self, memory: Memory, base: Memory, setup: dict[str, Any]) -> None:
@@ -158,7 +160,7 @@ class Worker:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
             tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
-            tasks["peek"] = self._peek
+            tasks |= {"peek": self._peek, "gradients": self._kept_gradients}
             self._caller.tell("result", self._counters.grant, tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
@@ -172,6 +174,8 @@ class Worker:
             proposal = self._twice.propose(self._link, t, shares)
         else:
             proposal = propose(self._framework, self._link, self._definition, t, shares)
+        if self._gradients is not None:
+            self._gradients.keep(self._definition.rounds.at(t), proposal.gradient)
         if self._number == 0:
             samples = sum([len(share.samples) for share in shares])
             self._announce(t, proposal, lr, samples, started)
@@ -252,6 +256,10 @@ class Worker:
 
     def _peek(self) -> dict[str, Any] | None:
         return self._twice.peek(self._step) if self._number == 0 else None
+
+    def _kept_gradients(self, step: int) -> dict[int, tuple[str, Any]] | None:
+        """Those of a step that callbacks asked for; None if it was begun before this worker came."""
+        return self._gradients.latest if self._gradients and self._gradients.step == step else None
 
     def _next_grant(self, last: int) -> int:
         counters = self._counters

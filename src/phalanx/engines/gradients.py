@@ -1,0 +1,64 @@
+"""Copies of the mean gradients that callbacks asked for, by name."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.definition.checks import answer
+from phalanx.errors import UsageError
+from phalanx.plan import Moment
+from phalanx.seams import Framework
+from phalanx.seams.records import Vector
+
+
+class Gradients:
+    """The mean gradients of the latest step, before clipping, as far as somebody asked and this worker owns them.
+
+    Parameters
+    ----------
+    framework : Framework
+    patterns : sequence of str
+        Names of parameters, or patterns as of ``fnmatch``.
+
+    Attributes
+    ----------
+    latest : dict
+        By the parameter's number: its name, and its gradient. Parameters without one are left out.
+    step : int
+        Which step that was; -1 if none was begun here.
+    """
+
+    def __init__(self, framework: Framework, patterns: Sequence[str]) -> None:
+        self.latest: dict[int, tuple[str, Any]] = {}
+        self.step = -1
+        self._names: dict[int, str] = {}
+        with framework.environment:
+            names = list(framework.export(0, copy=False, digest=False).params)
+        for pattern in patterns:
+            matching = [index for index, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)]
+            if not matching:
+                raise UsageError(
+                    f"callbacks asks for the gradient of {pattern!r}, which is not a parameter; "
+                    f"{answer(pattern, names, {})}"
+                )
+            self._names |= {index: names[index] for index in matching}
+
+    def keep(self, moment: Moment, gradient: Vector) -> None:
+        """Copy what was asked for: updates may write into gradients."""
+        if moment.first:
+            self.step, self.latest = moment.step, {}
+        owned = {index: (name, gradient[index]) for index, name in self._names.items()}
+        self.latest |= {index: (name, _copied(entry)) for index, (name, entry) in owned.items() if entry is not None}
+
+
+def by_name(latest: Mapping[int, tuple[str, Any]]) -> dict[str, Any]:
+    """Gradients by name, in the order of parameters."""
+    return dict(latest[index] for index in sorted(latest))
+
+
+def _copied(array: Any) -> Any:
+    """A copy in memory of its own, computed now."""
+    copy = array.clone() if hasattr(array, "clone") else array.copy()
+    return copy.realize() if hasattr(copy, "realize") else copy
