@@ -16,7 +16,7 @@ from phalanx.engines import close as close
 from phalanx.errors import UsageError
 from phalanx.plan import Audit
 from phalanx.run.loop import Loop
-from phalanx.run.observers import asked_gradients, shown, watching
+from phalanx.run.observers import shown, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
@@ -285,7 +285,8 @@ class Recipe(Definition):
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
                 allow=settled.nondeterministic == "allow",
                 readers=settled.readers, audit=Audit(settled.audit, self.seed) if settled.audit else None,
-                max_failures=settled.max_failures, functions=functions, gradients=asked_gradients(settled.callbacks),
+                max_failures=settled.max_failures, functions=functions,
+                gradients=[name for each in settled.callbacks for name in getattr(each, "gradients", ())],
             )  # fmt: skip
             undo.callback(engine.close)
             past.check(engine)

@@ -106,21 +106,12 @@ def checked_callbacks(callbacks: Any) -> tuple[Any, ...]:
                 f"callbacks has a {type(callback).__name__} with only one of state() and load(state); what one gives, "
                 "the other takes when a run is resumed"
             )
-    return tuple(listed)
-
-
-def asked_gradients(callbacks: Sequence[Any]) -> list[str]:
-    """Names or patterns of parameters whose mean gradients callbacks want in reports: their ``gradients``."""
-    names: list[str] = []
-    for callback in callbacks:
         asked = getattr(callback, "gradients", ())
         if isinstance(asked, str) or not all(isinstance(name, str) for name in asked):
             raise UsageError(
-                f"{type(callback).__name__}.gradients is {checks.shown(asked)}; it must be a list of names of "
-                'parameters, or of patterns: gradients = ["*.weight"]'
+                f"{type(callback).__name__}.gradients is {checks.shown(asked)}; it must be a list, as ['*.weight']"
             )
-        names += asked
-    return names
+    return tuple(listed)
 
 
 class Called(Observer):
