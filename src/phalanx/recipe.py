@@ -286,7 +286,6 @@ class Recipe(Definition):
                 allow=settled.nondeterministic == "allow",
                 readers=settled.readers, audit=Audit(settled.audit, self.seed) if settled.audit else None,
                 max_failures=settled.max_failures, functions=functions,
-                gradients=[name for each in settled.callbacks for name in getattr(each, "gradients", ())],
             )  # fmt: skip
             undo.callback(engine.close)
             past.check(engine)
