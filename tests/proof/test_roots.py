@@ -16,7 +16,7 @@ WORLD = """
 import sys
 from tests.proof.test_roots import family
 result = family(sys.argv[1]).train(run_dir=sys.argv[2], engine="distributed", workers=2, progress=False)
-print("root", result.chain)
+sys.stdout.write(f"root {result.chain}\\n")  # whole, as the other process writes there, too
 """
 
 
