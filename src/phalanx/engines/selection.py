@@ -79,12 +79,23 @@ def open_engine(
 
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
-    if engine == "processes" or not (engine == "inline" or here or workers is None):
+    if (engine == "processes" and len(devices) < 2) or not (engine == "inline" or here or workers is None):
         WARM.prepare(definition, functions)  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
         facts = definition, framework, place(definition.replicas, count), begun(framework), Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, count, usable_cores()))
     framework = open_framework(definition, devices, allow=bool(allow))
+    if named := framework.sharing.devices:
+        if engine == "inline" or workers not in (None, len(named)):
+            given = "engine is 'inline'" if engine == "inline" else f"workers is {workers}"
+            raise UsageError(
+                f"{given}, but devices names {len(named)} devices, each of which is a worker; leave that out, or name "
+                "as many devices as there are to be workers"
+            )
+        WARM.prepare(definition, functions)
+        placement = place(definition.replicas, len(named), copies=True)
+        facts = definition, framework, placement, begun(framework), Deadline(deadline_seconds)
+        return Processes(*facts, readers=beside(readers, len(named), usable_cores()))
     if engine == "inline" or here or framework.lanes is not None:
         ahead = ahead_here(definition, framework, readers) if readers and CAPABLE else None
         return Inline(definition, framework, begun(framework), ahead=ahead)

@@ -184,6 +184,7 @@ class Unshared:
 
     portable = False
     moving_seconds = 0.0
+    devices = ()
 
     def __init__(self, why: str) -> None:
         self._why = why

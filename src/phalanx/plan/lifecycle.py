@@ -179,6 +179,8 @@ class Situation(NamedTuple):
         Whether no worker keeps a part of the state to itself.
     alone : bool
         Whether all replicas are on this host.
+    copies : bool
+        Whether each worker has the whole state.
     """
 
     workers: Sequence[Seen]
@@ -189,6 +191,7 @@ class Situation(NamedTuple):
     repair: Repair | None
     portable: bool
     alone: bool
+    copies: bool = False
 
     @property
     def fallen(self) -> list[int]:
@@ -225,7 +228,7 @@ TABLE: Final[Mapping[Fallen, Mapping[Standing, Action]]] = {
 
 def decide(run: Situation) -> Decision:
     """What to do next; asked again after that until it is GO_ON."""
-    verdict = judge(run.progress)
+    verdict = judged(run)
     action = TABLE[who_fell(run)][stands(run, verdict)]
     if action is Action.JOIN:
         return Decision(action, run.progress[run.fallen[0]].step)
@@ -236,13 +239,22 @@ def decide(run: Situation) -> Decision:
     return Decision(action, verdict.step)
 
 
+def judged(run: Situation) -> Verdict:
+    """How the run goes on. Where each worker has the whole state, what survivors have counts: all have the same."""
+    survivors = [worker.progress for worker in run.workers if not worker.fallen]
+    if run.copies and survivors:
+        return judge(survivors)
+    verdict = judge(run.progress)
+    return verdict._replace(torn=True) if run.copies else verdict
+
+
 def who_fell(run: Situation) -> Fallen:
     """The row of the table."""
     if not run.fallen:
         return Fallen.NOBODY
     if not run.alone:
         return Fallen.PARTNER
-    if run.portable:
+    if run.portable or (run.copies and len(run.fallen) < len(run.workers)):
         return Fallen.ANYBODY
     return Fallen.KEEPER if 0 in run.fallen else Fallen.OTHERS
 

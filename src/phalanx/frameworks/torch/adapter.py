@@ -39,6 +39,8 @@ class Torch:
     definition : Definition
     model : Any
         What ``make_model`` made, inside its record's ``building``.
+    devices : sequence of str
+        Of workers, where each has its own.
 
     Attributes
     ----------
@@ -49,8 +51,9 @@ class Torch:
     name = "torch"
     lanes: Lanes | None = None
 
-    def __init__(self, definition: Definition, model: Any) -> None:
+    def __init__(self, definition: Definition, model: Any, devices: Sequence[str] = ()) -> None:
         self.arithmetic: Arithmetic = arithmetic
+        self._of_workers = devices
         with self._surrounded(definition):
             self._build(definition, checked(model))
 
@@ -72,7 +75,7 @@ class Torch:
         self._updates = updates_of(definition, self._lane.named, model)
         self._find_compiled(definition, model)
         facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
-        self.sharing: seams.Sharing = Sharing(*facts, portable=not self._updates.foreign)
+        self.sharing: seams.Sharing = Sharing(*facts, self._of_workers, portable=not self._updates.foreign)
 
     def _find_compiled(self, definition: Definition, model: torch.nn.Module) -> None:
         contexts = compiled({"make_model": model, **definition.holders})

@@ -55,6 +55,8 @@ class TorchRecord(Record):
         definition, model, devices, again, allow, part = made
         home = next(checked_new(model).parameters()).device
         resolved = accelerators.found(devices, definition.replicas // part[1], home)
+        if len(resolved) > 1 and part[1] == 1:  # each is a worker's; here the state is in host memory
+            return Torch(definition, model, list(map(str, resolved)))
         if len(resolved) > 1 or resolved[0].type != "cpu":
             return TorchLanes(definition, resolved, model, lambda: checked_new(again()), allow=allow, part=part)
         return Torch(definition, model)
