@@ -16,7 +16,7 @@ from phalanx.engines import close as close
 from phalanx.errors import UsageError
 from phalanx.plan import Audit
 from phalanx.run.loop import Loop
-from phalanx.run.observers import asked_gradients, shown, watching
+from phalanx.run.observers import shown, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
@@ -173,7 +173,7 @@ class Recipe(Definition):
             A worker process that does nothing for longer counts as hung: it is killed and replaced. "auto": 20 usual
             steps, at least a minute (10 minutes before the first step is done); never under a debugger. Over several
             hosts: how long to wait for another process, 120 s by default; then the run ends (``docs/hosts.md``).
-        run_dir : path-like, optional
+        run_dir : str or path, optional
             Where snapshots and a log of events are kept. The same call again goes on from the newest good snapshot, to
             the same digest, with any number of workers. SIGTERM then saves and raises ``Preempted``.
         resume : bool or "anyway"
@@ -194,7 +194,7 @@ class Recipe(Definition):
         max_failures : int
             Deaths of workers by SIGKILL or SIGTERM, in a row at the same replica of the same step, that end the run; of
             exits, faults and hangs three do.
-        warm_start : path-like, dict or Best, optional
+        warm_start : str or path, dict or Best, optional
             Begin from these weights and buffers, unless the run is resumed: of a snapshot, as ``run.save`` writes it, a
             ``run_dir``, a safetensors file, a state dict, or ``result.best``. Names and shapes must be the model's.
 
@@ -285,7 +285,7 @@ class Recipe(Definition):
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
                 allow=settled.nondeterministic == "allow",
                 readers=settled.readers, audit=Audit(settled.audit, self.seed) if settled.audit else None,
-                max_failures=settled.max_failures, functions=functions, gradients=asked_gradients(settled.callbacks),
+                max_failures=settled.max_failures, functions=functions,
             )  # fmt: skip
             undo.callback(engine.close)
             past.check(engine)

@@ -269,6 +269,13 @@ def test_a_result_says_that_its_run_was_stopped(tmp_path):
         assert run.result().stopped_early is None
 
 
+def test_an_epoch_that_does_not_come_is_told_of():
+    """Where Thaw waits for an epoch after the last one a warning says so; in the last one it thaws."""
+    with pytest.warns(UserWarning, match="Thaw has epoch=2, but the last epoch of this run is 1, counted from 0"):
+        recipe(epochs=2).train(callbacks=[callbacks.Thaw("0", epoch=2)])
+    recipe(epochs=2).train(callbacks=[callbacks.Thaw("0", epoch=1)])
+
+
 WRONG = [
     (lambda: callbacks.EarlyStopping("happiness"), "metric is 'happiness'.*mode='max' or 'min'"),
     (lambda: callbacks.EarlyStopping("loss", patience=0), "patience is 0"),
@@ -283,6 +290,14 @@ WRONG = [
     (
         lambda: recipe().train(callbacks=[callbacks.EarlyStopping("f1")], evaluation=evaluation()),
         "metric of EarlyStopping is 'f1', but what is evaluated is accuracy",
+    ),
+    (
+        lambda: recipe().train(
+            callbacks=[callbacks.SaveBest("accuracy", mode=mode) for mode in ("min", "max")],
+            evaluation=evaluation(),
+            run_dir="/proc/never",
+        ),
+        r"SaveBest\('accuracy'\) twice, which would write the same files in run_dir; leave one out",
     ),
 ]
 

@@ -178,6 +178,7 @@ WRONG = [
     (lambda run: run.thaw(ENCODER, "tail.*"), "no parameter or module is called 'tail"),
     (lambda run: run.freeze("*"), "the optimizer would have no parameter to train"),
     (lambda run: run.freeze(), "no parameter or module is called ''"),
+    (lambda run: run.freeze(["head"]), r"called \['head'\]; .*one by one: run.freeze\('encoder.\*', 'head'\)"),
     (lambda run: run.freeze(3), "no parameter or module is called 3"),
 ]
 

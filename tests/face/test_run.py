@@ -654,6 +654,14 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys, tmp_path):
     assert [line.endswith(" left") for line in lines] == [True, True, False]
 
 
+def test_a_run_killed_before_its_first_snapshot_says_that_it_begins_anew(capsys, tmp_path):
+    """Where only the snapshot of step 0 is there, the same call says that it begins anew."""
+    recipe().start(run_dir=tmp_path).close()  # what such a kill leaves, without its log
+    assert recipe().train(progress=True, run_dir=tmp_path).resumed_from == 0
+    said = capsys.readouterr().err.splitlines()[0]
+    assert said == f"phalanx: {tmp_path} has no snapshot of a later step than 0: beginning anew"
+
+
 def test_progress_is_a_line_a_minute_where_epochs_are_long(capsys, monkeypatch):
     """Without the end of an epoch a line comes after each minute, with the mean loss since the last one."""
     clock = iter(range(0, 10_000, 25))

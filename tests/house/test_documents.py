@@ -137,6 +137,13 @@ def test_a_broken_link_is_seen():
     assert broken_links(reading.ROOT / "x.md", text) == ["gone.md"]
 
 
+@pytest.mark.house
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_code_in_tables_has_no_bars(document):
+    """A bar in a table's code has to be escaped for some readers of Markdown, and others show the backslash."""
+    assert re.findall(r"`[^`\n]*\\\|[^`\n]*`", document.read_text(encoding="utf-8")) == []
+
+
 def missing_files(text):
     """Files that a document names and that are not there; a bare name is in the folder of the one before it."""
     found, folder = [], reading.ROOT / "src" / "phalanx"

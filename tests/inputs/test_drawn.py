@@ -221,7 +221,8 @@ def test_a_sampler_is_not_called_for_epochs_that_no_step_has():
     batches = [[[0, 1], [2]], [[3], [4, 5]]]
     recipe = over(batch_sampler=lambda epoch, generator: batches[epoch], steps=4)
     name = next(name for name, _ in recipe.make_model().named_parameters())
-    result = recipe.train(engine="inline", evaluation=evaluation, callbacks=[phalanx.callbacks.Thaw(name, epoch=2)])
+    with pytest.warns(UserWarning, match="the last epoch of this run is 1"):
+        result = recipe.train(engine="inline", evaluation=evaluation, callbacks=[phalanx.callbacks.Thaw(name, epoch=2)])
     assert (result.steps, [item.steps for item in result.metric_history]) == (4, [4])
 
 
@@ -305,6 +306,14 @@ def test_batches_that_are_none_are_refused(sampler, words):
     """The message names the batch and the epoch; nothing is trained."""
     with pytest.raises(phalanx.UsageError, match=words):
         over(batch_sampler=sampler).train(engine="inline")
+
+
+def test_an_epoch_without_an_end_is_refused(monkeypatch):
+    """A generator that goes on for ever is stopped, and the message says so."""
+    monkeypatch.setattr(sampling, "MOST_BATCHES", 10)
+    with pytest.raises(phalanx.UsageError, match=r"goes on after 39 batches, and data has 29 samples; end the epoch"):
+        over(batch_sampler=lambda epoch, generator: itertools.repeat([1, 2])).train(engine="inline")
+    over(batch_sampler=lambda epoch, generator: [[1, 2]] * 39, epochs=1).train(engine="inline")
 
 
 def test_an_error_in_a_later_epoch_leaves_the_state_before_it():

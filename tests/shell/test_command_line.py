@@ -92,6 +92,7 @@ def test_resume_readers_and_audit_are_those_of_train(here, recipe_file):
     recipe_file.write_text(recipe_file.read_text().replace("replicas=2, steps=2", "replicas=2, steps=3, lr=0.5"))
     refused = here(*command, "run", cwd=folder)
     assert (refused.returncode, "another recipe" in refused.stderr) == (2, True)
+    assert "resume='anyway' (--resume anyway)" in refused.stderr
     with pytest.warns(UserWarning, match="another recipe"):
         further = json.loads(here(*command, "run", "--resume", "anyway", "--json", cwd=folder).stdout)
     assert (further["resumed_from_step"], further["steps"]) == (2, 3)
@@ -108,6 +109,26 @@ def test_a_run_that_was_stopped_early_is_told_of(here, recipe_file):
     assert again.stdout.splitlines()[0] == f"{said}; that was before, and nothing was done now"
     assert "all steps" not in again.stdout
     assert json.loads(here(*command, "--json", cwd=recipe_file.parent).stdout)["stopped_early"] in said
+
+
+def test_the_best_value_is_told_of(here, recipe_file):
+    """What SaveBest kept is a row of the summary: metric, value and step, as print(result) has it."""
+    keep = "callbacks = [phalanx.callbacks.SaveBest('error')]\n"
+    recipe_file.write_text(RECIPE.replace("import torch, phalanx", "import torch, phalanx, phalanx.callbacks") + keep)
+    done = here("train", "job.py", "--quiet", cwd=recipe_file.parent)
+    namespace: dict = {}
+    exec(recipe_file.read_text(), namespace)
+    given = {name: namespace[name] for name in ("evaluation", "callbacks")}
+    (best,) = [line for line in str(namespace["recipe"].train(**given)).splitlines() if line.startswith("best")]
+    assert best.split()[1] == "error"
+    assert best.split() in [line.split() for line in done.stdout.splitlines()]
+
+
+def test_an_argument_written_as_an_option_gets_a_hint(here, recipe_file):
+    """`--lr 0.1` is no option: the message says how arguments of a recipe are written."""
+    done = here("train", "job.py", "--lr", "0.1", cwd=recipe_file.parent)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "written without dashes, as in lr=0.1" in " ".join(done.stderr.split())
 
 
 def test_a_run_of_limited_time_says_by_its_status_that_it_goes_on(here, recipe_file):

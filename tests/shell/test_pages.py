@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import phalanx
+from phalanx.callbacks import SaveBest
 from phalanx.checkpoint.tensors import read_weights
 from phalanx.cli import pages
+from phalanx.cli.sweeps import rows_of
 from phalanx.run import plots
 from phalanx.tuning import Choice, Rates, Tuned
-from tests.callbacks.jobs import evaluation, recipe
+from tests.callbacks.jobs import HELD_OUT, TARGETS, accuracy, evaluation, recipe
 from tests.shell.test_proofs import JOB
 
 
@@ -75,6 +77,16 @@ def test_the_terminal_has_the_rows_of_the_page(here, run_dir, tmp_path):
     assert here("report", str(tmp_path), cwd=tmp_path).returncode == 2
 
 
+def test_many_runs_have_a_row_each_in_a_terminal(here, run_dir, tmp_path):
+    """More than three runs are rows below each other, which fit; the best is marked."""
+    done = here("report", *[str(run_dir)] * 4, cwd=tmp_path)
+    heading, *rows, last = done.stdout.splitlines()
+    assert heading.split()[:2] == ["run", "steps"]
+    assert [line.count(" *") for line in rows] == [1, 0, 0, 0]
+    assert last.split() == ["report", "report.html"]
+    assert "<h1>phalanx: 4 runs</h1>" in (tmp_path / "report.html").read_text()
+
+
 def test_deaths_are_drawn_where_they_were():
     """Each death is a mark below the curve of its run; a run without one has none; a long curve is thinned."""
     curve = [(step, 1.0 / (1 + step)) for step in range(5000)]
@@ -108,6 +120,23 @@ def test_the_best_of_many_runs_is_marked(tmp_path):
     figure = plots.plot_runs(["run"] * 12, [{"loss": [(0, 1.0)]}] * 12, [[]] * 12)
     styles = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines if line.get_marker() == "."}
     assert len(styles) == 12
+
+
+def test_the_best_is_that_of_save_best(tmp_path):
+    """Where a run has SaveBest, its metric and mode decide, also those that no name tells, on the page and in lists."""
+
+    def spread(output, target):
+        return output.abs().mean()
+
+    asked = {"evaluation": phalanx.Evaluation([accuracy, spread], (HELD_OUT, TARGETS))}
+    asked |= {"callbacks": [SaveBest("spread", mode="max")]}
+    for name, lr in (("slow", 1e-3), ("fast", 0.1)):
+        best = recipe(epochs=2, lr=lr).train(run_dir=tmp_path / name, **asked).best
+        row = rows_of(tmp_path)[0 if name == "fast" else -1]["best"]
+        assert (row["name"], row["value"], row["steps"]) == ("spread", best.value, best.steps)
+    assert [row["best_of_all"] for row in rows_of(tmp_path)] == [True, False]
+    rows = pages.report([tmp_path / "fast", tmp_path / "slow"], tmp_path / "report.html")
+    assert [row["best"].endswith(" *") for row in rows] == [True, False]
 
 
 def test_a_run_without_the_metric_does_not_hide_it():

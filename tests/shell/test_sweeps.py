@@ -71,7 +71,7 @@ def test_what_is_typed(job):
 WRONG = {
     ("recipe", "lr=fast"): r"lr is 'fast', which is no float; its arguments are lr=0.001 \(float\), seed=0 \(int\)",
     ("recipe", "seed=1.5"): "seed is '1.5', which is no int",
-    ("recipe", "nesterov=2"): "nesterov is '2', which is no bool",
+    ("recipe", "nesterov=2"): "nesterov is '2', which is no bool: write true or false",
     ("recipe", "nesterov=none"): "nesterov is 'none', which is no bool",
     ("recipe", "sizes=3"): "sizes is '3', which is no tuple",
     ("recipe", "rate=1"): r"rate is no argument of .*job.py:recipe; its arguments are lr=0.001",

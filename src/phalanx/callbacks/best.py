@@ -172,6 +172,9 @@ class Best:
     path: pathlib.Path | None = None
     kept: dict[str, Any] | None = field(default=None, repr=False)
 
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.6g} after {self.steps} steps"
+
     @property
     def weights(self) -> dict[str, Any]:
         """Parameters and buffers by name: ``model.load_state_dict(result.best.weights)``; averaged with ``EMA``."""
@@ -213,6 +216,7 @@ class SaveBest:
 
     def __init__(self, metric: str, keep: int = 1, mode: str = "auto") -> None:
         self._better = Better(metric, mode)
+        self._metric, self._mode = metric, mode  # which snapshots tell
         self.waits_for = metric
         self._keep = checks.integer("keep", keep, least=1)
         self.kept: list[Best] = []

@@ -124,7 +124,7 @@ class Log:
     ----------
     to : "csv" or "tensorboard"
         The latter needs the library of that name. ``docs/callbacks.md`` shows a callback of ten lines for others.
-    where : path-like, optional
+    where : str or path, optional
         The CSV file, or TensorBoard's folder. By default "log.csv" or "tensorboard" in the run's directory, or here.
     **options
         For ``SummaryWriter``.

@@ -25,7 +25,8 @@ class Thaw:
     everywhere = True
 
     def __init__(self, *names: str, epoch: int) -> None:
-        self._names, self._epoch, self._run = names, checks.integer("epoch", epoch, least=1), None
+        self._names, self._run = names, None
+        self.thaws_in = self._epoch = checks.integer("epoch", epoch, least=1)
         if not names:
             raise UsageError("Thaw has no names; name parameters, as in Thaw('encoder', epoch=2)")
 

@@ -27,7 +27,7 @@ class RunDirectory:
 
     Parameters
     ----------
-    path : path-like
+    path : str or path
     keep : int
         How many snapshots stay.
 

@@ -64,6 +64,7 @@ class ResumeState:
         self._definition = definition
         self._recipe = described(definition) if run_dir is not None else {}
         self._recipe["beside"] = _spelled(beside)
+        self._gradients = tuple(name for each in beside for name in getattr(each, "gradients", ()))
         self._differs: list[str] = []
         self._hints: list[str] = []
         self._behaviour: Behaviour | None = None
@@ -101,7 +102,7 @@ class ResumeState:
                 framework.adopt(Captured(fitted(self._weights, framework.capture(copy=False)), {}, {}))
         rounds = self._definition.rounds
         if earlier is None:
-            return RunState(rounds=rounds)
+            return RunState(rounds=rounds, gradients=self._gradients)
         with taking_over("the state"), framework.environment:
             framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         with taking_over("what was evaluated"):
@@ -109,8 +110,9 @@ class ResumeState:
         states = states_in(earlier.facts, earlier.training)
         losses = losses_in(earlier, rounds.updates(earlier.step))
         return RunState(
-            losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds
-        )
+            losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds,
+            gradients=self._gradients,
+        )  # fmt: skip
 
     def check(self, engine: Engine) -> None:
         """Refuse a recipe whose next step differs from the earlier run's, as far as one replica of it shows.
@@ -236,7 +238,7 @@ class ResumeState:
             self._directory.close()
             raise UsageError(
                 f"run_dir has snapshots of another recipe: {why}. Use that recipe, choose another run_dir, or go on "
-                f"all the same with resume={ANYWAY!r}, which is noted in the log"
+                f"all the same with resume={ANYWAY!r} (--resume {ANYWAY}), which is noted in the log"
             )
         checks.warn(f"going on with another recipe than that of the snapshot: {why}")
         self._differs += differs
@@ -288,7 +290,7 @@ def load(path: Any) -> Loaded:
 
     Parameters
     ----------
-    path : path-like
+    path : str or path
         The folder of a snapshot, or a ``run_dir``, of which the newest good one is taken.
 
     Returns

@@ -17,6 +17,7 @@ import traceback
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from phalanx import __version__
 from phalanx.callbacks.best import best_in
@@ -42,7 +43,25 @@ EXIT_CODES = (
     "130 stopped by Ctrl-C."
 )
 
+
+class Commands(TyperGroup):
+    """Says how arguments of a recipe are written, where an unknown option was given."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # typer brings a click of its own, or not, so classes differ
+            known = vars(error)
+            if type(error).__name__ == "NoSuchOption" and "arguments" in [
+                one.name for one in known["ctx"].command.params
+            ]:
+                known["message"] += ". Arguments of the recipe are written without dashes, as in lr=0.1"
+            raise
+
+
 app = typer.Typer(
+    cls=Commands,
     help=f"Synchronous data-parallel training with an exact answer.\n\n{EXIT_CODES}",
     no_args_is_help=True,
     add_completion=False,
@@ -232,10 +251,12 @@ def report_runs(
 ) -> None:
     """Draw runs as one page of HTML: loss, evaluations, throughput, where time goes, deaths, snapshots, environment.
 
-    Of several runs the best one is marked: by the first metric whose name says what is better, else by the loss.
+    Of several runs the best one is marked: by the metric of SaveBest, else the first whose name says what is better,
+    else the loss.
     """
     rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
-    show({"runs": rows, "report": to}, [*pages.lines(rows), ["report", to]], json_=json_)
+    many = len(rows) > pages.MOST_BESIDE
+    show({"runs": rows, "report": to}, [*(pages.short if many else pages.lines)(rows), ["report", to]], json_=json_)
 
 
 @app.command("runs")
@@ -245,7 +266,8 @@ def list_runs(
 ) -> None:
     """List the runs in a folder, with their arguments, last values and state; a star marks the best of all.
 
-    The best has the best value of the first metric of which the name says whether more is better, else the lowest loss.
+    The best has the best value of the metric of SaveBest, else of the first metric of which the name says whether more
+    is better, else the lowest loss.
     """
     rows = sweeps.rows_of(pathlib.Path(folder))
     show(rows, sweeps.table(rows), json_=json_)
@@ -317,6 +339,7 @@ def _report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: boo
     per_epoch = result.seconds / done * result.steps_per_epoch if result.steps_per_epoch and done else None
     metrics = {evaluated.name: _plain(evaluated.value) for evaluated in result.metric_history}
     facts: dict[str, Any] = {
+        "best": None if result.best is None else str(result.best),
         "loss": _plain(result.loss),
         "seconds per epoch": per_epoch,
         "steps": result.steps,

@@ -42,7 +42,8 @@ def called(function: Callable[..., Any], where: str, given: Given) -> tuple[Reci
             arguments[name] = _typed(value, defaults[name]) if isinstance(value, str) else value
         except ValueError:
             kind = type(defaults[name]).__name__
-            raise UsageError(f"{name} is {value!r}, which is no {kind}; {_listed(defaults)}") from None
+            way = ": write true or false" * (kind == "bool")
+            raise UsageError(f"{name} is {value!r}, which is no {kind}{way}; {_listed(defaults)}") from None
     returned = function(**arguments)
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], Recipe):

@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.callbacks.best import Better
 from phalanx.checkpoint import files
 from phalanx.checkpoint.resume import read_any
+from phalanx.definition.evaluation import meant
 from phalanx.definition.plain import apart
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.proof.replay import events
@@ -26,13 +27,15 @@ from phalanx.run.plots import RATE, plot_runs, svg
 SHOWN = ("start", "resume", "death", "replaced", "rollback", "snapshot", "failed", "end")
 LAST = "last "
 LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
+MOST_BESIDE = 3  # runs that have a column each in a terminal, and their names in a page's title
 MOST_EVENTS = 200  # on a page, the last ones
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 820px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; height: auto }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; min-width: 600px; height: auto }
+div { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 td, th { text-align: left; padding: .15rem .6rem .15rem 0; border-bottom: 1px solid #8884; vertical-align: top }
-.best { background: #3a32 } td { overflow-wrap: anywhere } td:first-child { white-space: nowrap }
+.best { background: #3a32 } td:first-child { white-space: nowrap } td:nth-child(2):last-child { word-break: break-word }
+@media (prefers-color-scheme:dark){body{background:#161616;color:#ddd} svg{filter:invert(.91) hue-rotate(180deg)}}
 """
 
 
@@ -48,6 +51,8 @@ class History:
         All other lines.
     recipe, facts : dict
         Fields and environment, of the newest snapshot.
+    saved_by : tuple of str
+        The metric and the mode of the first ``SaveBest``, of the newest snapshot; ("", "auto") without one.
     """
 
     name: str
@@ -55,6 +60,7 @@ class History:
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     recipe: dict[str, Any] = field(default_factory=dict[str, Any])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    saved_by: tuple[str, str] = ("", "auto")
 
     @functools.cached_property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
@@ -79,12 +85,14 @@ class History:
         return {name for line in self.steps.values() for name in line.get("losses", ())}
 
     def best(self) -> dict[str, Any]:
-        """The best value of the first metric whose name says what is better, else the lowest loss, with its steps."""
-        for name in sorted(self.last(), key=LOSS.__eq__):  # the loss last
+        """The best value with its steps, of what ``SaveBest`` goes by, else the first metric that can be ranked."""
+        known, (metric, mode) = self.last(), self.saved_by
+        first, others = meant(metric, known), sorted(known, key=LOSS.__eq__)  # the loss last
+        for name, sense in [(first or LOSS, mode)] * bool(first) + [(other, "auto") for other in others]:
             with contextlib.suppress(UsageError):  # its name does not say what is better
-                rank = Better(name, "auto").rank
+                rank = Better(name, sense).rank
                 step, value = min(self.curves[name], key=lambda point: rank(point[1]))
-                return {"name": name, "value": value, "steps": int(step) + 1}
+                return {"name": name, "value": value, "steps": int(step) + 1, "mode": sense}
         return {}
 
     def row(self) -> dict[str, Any]:
@@ -137,8 +145,9 @@ def report(runs: Sequence[pathlib.Path], to: pathlib.Path) -> list[dict[str, Any
 def best_of(histories: Sequence[History]) -> int | None:
     """Which run has the best value of all: of the first metric that is the best of one, else of the loss."""
     bests = [history.best() for history in histories]
-    shared = next((best["name"] for best in bests if best and best["name"] != LOSS), LOSS)
-    rank, known = Better(shared, "auto").rank, [best for best in bests if best and best["name"] == shared]
+    named = ((best["name"], best["mode"]) for best in bests if best and best["name"] != LOSS)
+    shared, mode = next(named, (LOSS, "auto"))
+    rank, known = Better(shared, mode).rank, [best for best in bests if best and best["name"] == shared]
     return bests.index(min(known, key=lambda best: rank(best["value"]))) if known else None
 
 
@@ -168,17 +177,17 @@ def read(path: pathlib.Path) -> History:
         newest = read_any(path)
         history.recipe = _fields(newest.noted("values"))
         history.facts = newest.environment
+        metric, mode = (str(newest.noted("beside").get(f"SaveBest.{name}", "")) for name in ("metric", "mode"))
+        history.saved_by = metric.strip("'"), mode.strip("'") or "auto"
     return history
 
 
 def page(histories: Sequence[History]) -> str:
     """The whole page. Of several runs there is a table with a row for each first."""
-    title = html.escape(", ".join(history.name for history in histories))
+    names = ", ".join(history.name for history in histories)
+    title = html.escape(names if len(histories) <= MOST_BESIDE else f"{len(histories)} runs")
     rows, best = _rows(histories), best_of(histories)
-    names = dict.fromkeys(name for row in rows for name in row)
-    known = [name for name in names if name in ("run", "steps", "best", "lasted", "started") or name.startswith(LAST)]
-    short = [known, *([_number(row.get(name)) for name in known] for row in rows)]
-    parts = [f"<h1>phalanx: {title}</h1>", _table(short, best) if len(rows) > 1 else "", _picture(histories)]
+    parts = [f"<h1>phalanx: {title}</h1>", _table(short(rows), best) if len(rows) > 1 else "", _picture(histories)]
     parts += [_table(lines(rows))]
     for history in histories:
         name, shown = html.escape(history.name), [line for line in history.events if line.get("event") in SHOWN]
@@ -199,6 +208,13 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Rows side by side: a line for each entry, with its name first."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [[name, *(_number(row.get(name)) for row in rows)] for name in names]
+
+
+def short(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Rows below each other, with the heading first: what tells runs apart."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    known = [name for name in names if name in ("run", "steps", "best", "lasted", "started") or name.startswith(LAST)]
+    return [known, *([_number(row.get(name)) for name in known] for row in rows)]
 
 
 def lasting(seconds: float) -> str:
@@ -225,12 +241,13 @@ def _table(rows: Any, best: int | None = None) -> str:
     """Rows of cells; ``best`` counts those after the first, the heading."""
     cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
     marks = (' class="best"' if best is not None and number == best + 1 else "" for number in itertools.count())
-    return f"<table>{''.join(f'<tr{mark}>{row}</tr>' for row, mark in zip(cells, marks, strict=False))}</table>"
+    inside = "".join(f"<tr{mark}>{row}</tr>" for row, mark in zip(cells, marks, strict=False))
+    return f"<div><table>{inside}</table></div>"
 
 
 def _picture(histories: Sequence[History]) -> str:
     deaths = [[line["step"] for line in one.events if line.get("event") == "death"] for one in histories]
-    return svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))
+    return f"<div>{svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))}</div>"
 
 
 def _number(value: Any) -> str:

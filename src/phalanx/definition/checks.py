@@ -214,7 +214,8 @@ def weight(name: str, value: Any) -> float:
     if not 0 <= number < math.inf:
         raise UsageError(
             f"{name} returned the weight {described(value)}; the second value must be a finite number of at least 0: "
-            "how many things the loss is the mean of, and no part of the graph"
+            "how many things the loss is the mean of, and no part of the graph. In torch, what is only shown goes "
+            "into a dict: {'loss': loss, 'size': size}"
         )
     return number
 

@@ -29,6 +29,7 @@ EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float()
 OWN = " (Evaluation takes its own, and collate_fn)"
 OBJECT = ("update", "compute", "reset")  # methods of a metric object that keeps a state
 DEFAULT_BATCH = 256
+SEVERAL = "; several metrics are a dict of functions, as in Evaluation({'a': a, 'b': b}, data)"
 FUNCTIONS = {
     "forward_fn": "lambda model, batch: model(batch[0])",
     "target_fn": "lambda batch: batch['label']",
@@ -111,7 +112,7 @@ class Mean:
             shown = ", ".join(map(checks.described, pair)) if pair is value else checks.described(value)
             raise UsageError(
                 f"metric_fn returned {shown}; it must return a mean, or (mean, weight) with a finite weight of at "
-                "least 0"
+                f"least 0{SEVERAL * isinstance(value, dict)}"
             )
         return mean, weight
 

@@ -24,6 +24,7 @@ from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.plan import DRAW_STREAM, SAMPLE_STREAM, SAMPLER_STREAM, Indices, Outputs, Plan, Seeded, key, outputs
 
+MOST_BATCHES = 1_000_000  # in an epoch, beside one for each sample: a generator that yields more has no end
 MANTISSA = 53  # bits of a float's
 LIST = "it must return a list of lists of sample numbers, as in [[3, 1], [0, 2]]"
 
@@ -149,11 +150,17 @@ class Batches:
         name, seed = f"batch_sampler(epoch={epoch})", key(self._seed, SAMPLER_STREAM, epoch)
         try:
             with self._seeder(seed):
-                batches = list(self._sampler(epoch, np.random.default_rng(seed)))
+                drawn = iter(self._sampler(epoch, np.random.default_rng(seed)))
+                batches = list(itertools.islice(drawn, self._samples + MOST_BATCHES + 1))
         except Exception as error:
             raise UsageError(f"{name} raised {type(error).__name__}: {error}; {LIST}") from error
         if not batches:
             raise UsageError(f"{name} returned no batches; {LIST}")
+        if len(batches) > self._samples + MOST_BATCHES:
+            raise UsageError(
+                f"{name} goes on after {len(batches) - 1:,} batches, and data has {self._samples:,} samples; end the "
+                "epoch after its last batch, and take steps= for the length of the run"
+            )
         return [self._batch(f"batch {number} of {name}", batch) for number, batch in enumerate(batches)]
 
     def _batch(self, name: str, batch: Any) -> Indices:

@@ -297,7 +297,7 @@ class Supply:
             raise UsageError(
                 f"the stream's {why}; make_iterable must yield the same samples each time: sort what file systems "
                 "list, and draw random numbers from global generators, which are seeded before each call and each "
-                "sample. resume='anyway' goes on all the same"
+                "sample. resume='anyway' (--resume anyway) goes on all the same"
             )
         checks.warn(f"the stream's {why}; going on all the same")
 

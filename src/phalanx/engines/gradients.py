@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition.checks import answer
@@ -37,12 +37,8 @@ class Gradients:
         with framework.environment:
             names = list(framework.export(0, copy=False, digest=False).params)
         for pattern in patterns:
-            matching = [index for index, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)]
-            if not matching:
-                raise UsageError(
-                    f"callbacks asks for the gradient of {pattern!r}, which is not a parameter; "
-                    f"{answer(pattern, names, {})}"
-                )
+            if not (matching := [at for at, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)]):
+                raise UsageError(f"gradients has {pattern!r}, which is not a parameter; {answer(pattern, names, {})}")
             self._names |= {index: names[index] for index in matching}
 
     def keep(self, moment: Moment, gradient: Vector) -> None:
@@ -53,7 +49,7 @@ class Gradients:
         self.latest |= {index: (name, _copied(entry)) for index, (name, entry) in owned.items() if entry is not None}
 
 
-def by_name(latest: Mapping[int, tuple[str, Any]]) -> dict[str, Any]:
+def named(latest: dict[int, tuple[str, Any]]) -> dict[str, Any]:
     """Gradients by name, in the order of parameters."""
     return dict(latest[index] for index in sorted(latest))
 

@@ -16,7 +16,7 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Columns
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.engines.gradients import Gradients, by_name
+from phalanx.engines.gradients import Gradients, named
 from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError
@@ -105,7 +105,7 @@ class Inline:
         self.run_state.time(started, ended)
         parts, losses, seconds = tuple(proposal.parts), proposal.named, ended - started
         report = StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, seconds, parts=parts, losses=losses)
-        return report._replace(gradients=by_name(self._gradients.latest)) if self._gradients else report
+        return report._replace(gradients=named(self._gradients.latest)) if self._gradients else report
 
     def pause(self) -> bool:
         """No step runs ahead here."""

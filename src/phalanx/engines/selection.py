@@ -51,7 +51,6 @@ def open_engine(
     max_failures: int = MOST,
     readers: int | None = 0,
     functions: Sequence[Any] = (),
-    gradients: Sequence[str] = (),
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 
@@ -59,30 +58,27 @@ def open_engine(
     None: neither is allowed, and nothing is computed twice.
     ``readers``: their number. None: one for each worker, as far as cores are free.
     ``functions``: what workers will call beside the recipe's own; their packages are imported ahead.
-    ``gradients``: parameters whose mean gradients are in the reports of steps, by name or pattern.
     ``begin(framework)`` may give the framework the state of an earlier run, and returns what that run had done.
     """
-
-    def begun(framework: Framework) -> RunState:
-        run_state = begin(framework)
-        run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
-        run_state.gradients = tuple(gradients)
-        return run_state
-
     if distributes(engine):
         if audit is not None:
             raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
         from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
-        facts = definition, workers, devices, processors(), deadline_seconds, begun
+        facts = definition, workers, devices, processors(), deadline_seconds, begin
         return cast("Engine", open_distributed(*facts, allow=bool(allow), readers=readers))
+
+    def begun() -> RunState:
+        run_state = begin(framework)
+        run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
+        return run_state
 
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
     if (engine == "processes" and len(devices) < 2) or not (engine == "inline" or here or workers is None):
         WARM.prepare(definition, functions)  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
-        facts = definition, framework, place(definition.replicas, count), begun(framework), Deadline(deadline_seconds)
+        facts = definition, framework, place(definition.replicas, count), begun(), Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, count, usable_cores()))
     framework = open_framework(definition, devices, allow=bool(allow))
     if named := framework.sharing.devices:
@@ -98,10 +94,8 @@ def open_engine(
         return Processes(*facts, readers=beside(readers, len(named), usable_cores()))
     if engine == "inline" or here or framework.lanes is not None:
         ahead = ahead_here(definition, framework, readers) if readers and CAPABLE else None
-        return Inline(definition, framework, begun(framework), ahead=ahead)
-    return cast(
-        "Engine", Auto(definition, framework, begun(framework), count, Deadline(deadline_seconds), readers, functions)
-    )
+        return Inline(definition, framework, begun(), ahead=ahead)
+    return cast("Engine", Auto(definition, framework, begun(), count, Deadline(deadline_seconds), readers, functions))
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def diff(
 
     Parameters
     ----------
-    a, b : path-like, Result or dict of tensors
+    a, b : str or path, Result or dict of tensors
         Directories of runs, snapshots, chains, safetensors files; results, or tensors by name.
     recipes : (Recipe, Recipe), optional
         Those of the two runs, so that steps can be computed again. By default, those that were trained in this process.

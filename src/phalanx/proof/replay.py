@@ -79,7 +79,7 @@ def replay(
     recipe : Recipe or RunError
         An error that ended a run has all that is needed: the recipe, the state before the step, the batch if it was
         brought; step and replica are those that failed.
-    run_dir : path-like, optional
+    run_dir : str or path, optional
         The state before the step is computed from the nearest snapshot there; without it, from the first step on.
     step : int, optional
         From 0; by default, with ``run_dir``, that at which the run failed last.

@@ -70,7 +70,7 @@ def verify(
     ----------
     recipe : Recipe
         Of the run.
-    run_dir : path-like
+    run_dir : str or path
     steps : (int, int), optional
         The first step, and the one after the last; all by default.
     workers : int

@@ -106,21 +106,12 @@ def checked_callbacks(callbacks: Any) -> tuple[Any, ...]:
                 f"callbacks has a {type(callback).__name__} with only one of state() and load(state); what one gives, "
                 "the other takes when a run is resumed"
             )
-    return tuple(listed)
-
-
-def asked_gradients(callbacks: Sequence[Any]) -> list[str]:
-    """Names or patterns of parameters whose mean gradients callbacks want in reports: their ``gradients``."""
-    names: list[str] = []
-    for callback in callbacks:
         asked = getattr(callback, "gradients", ())
         if isinstance(asked, str) or not all(isinstance(name, str) for name in asked):
             raise UsageError(
-                f"{type(callback).__name__}.gradients is {checks.shown(asked)}; it must be a list of names of "
-                'parameters, or of patterns: gradients = ["*.weight"]'
+                f"{type(callback).__name__}.gradients is {checks.shown(asked)}; it must be a list, as ['*.weight']"
             )
-        names += asked
-    return names
+    return tuple(listed)
 
 
 class Called(Observer):
@@ -216,9 +207,11 @@ class Called(Observer):
 
 def say_resumed(run: Any, total: int | None) -> None:
     """Say on stderr from where a run goes on, if it does."""
-    if run.run_dir is not None and run.resumed_from and run.resumed_from != total:
+    if run.run_dir is not None and run.resumed_from not in (None, total):
         near = os.path.relpath(run.run_dir)
-        _print(f"going on from step {run.resumed_from} of {run.run_dir if near.startswith(os.pardir) else near}")
+        where = run.run_dir if near.startswith(os.pardir) else near
+        anew = f"{where} has no snapshot of a later step than 0: beginning anew"
+        _print(f"going on from step {run.resumed_from} of {where}" if run.resumed_from else anew)
 
 
 def _print(text: str) -> None:

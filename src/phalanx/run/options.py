@@ -117,6 +117,24 @@ def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
     names = {each.full(name): whole for each, listed in metrics for name, whole in listed.names.items()}
     for argument, metric in settled.waiting:
         check_metric(argument, metric, names)
+    _check_callbacks(definition, settled, waiting)
+
+
+def _check_callbacks(definition: Definition, settled: SimpleNamespace, waiting: list[tuple[str, str]]) -> None:
+    """Refuse callbacks that would write the same files; warn of one that waits for an epoch that does not come."""
+    for name, metric in waiting:
+        if settled.run_dir is not None and name == "SaveBest" and waiting.count((name, metric)) > 1:
+            raise UsageError(
+                f"callbacks has SaveBest({metric!r}) twice, which would write the same files in run_dir; leave one "
+                "out, raise keep, or give the metric a second name in evaluation="
+            )
+    for wanted in [item.thaws_in for item in settled.callbacks if getattr(item, "thaws_in", None) is not None]:
+        last = definition.epoch_of(definition.rounds.updates(definition.total) - 1) if definition.total else None
+        if last is not None and last < wanted:
+            checks.warn(
+                f"Thaw has epoch={wanted}, but the last epoch of this run is {last}, counted from 0, so nothing is "
+                "thawed; give a smaller epoch, or train for more epochs"
+            )
 
 
 def _check_engine(settled: SimpleNamespace, replicas: int) -> None:

@@ -23,6 +23,7 @@ DEATH_COLOR = "#c1452b"
 POINTS = 600
 ABOVE = 20  # points between axes and their title, where the legend is
 COLORS = 10  # of matplotlib
+LEGEND = 110  # characters that fit beside each other above a page's charts
 LONG = 30  # points from which on a curve is smoothed, and has no markers
 RATE = "samples a second"
 LOGARITHMIC = ("loss", "grad_norm")  # where values lie far apart
@@ -73,7 +74,8 @@ def plot_runs(
     keys = [key for key in dict.fromkeys(key for one in curves for key in one) if any(one.get(key) for one in curves)]
     figure: Any = new_axes().figure
     figure.clear()
-    figure.set_size_inches(8, 0.6 + 1.9 * len(keys) + 0.2 * (len(names) // 4))
+    beside = max(1, min(4, LEGEND // (6 + max(map(len, names)))))
+    figure.set_size_inches(8, 0.6 + 1.9 * len(keys) + 0.2 * (len(names) // beside))
     charts = figure.subplots(max(1, len(keys)), 1, squeeze=False, sharex=True)[:, 0]
     charts[-1].set_xlabel("step")
     for ax, key in zip(charts, keys, strict=False):
@@ -84,7 +86,7 @@ def plot_runs(
                 ax.plot(*zip(*points, strict=True), color=style["color"], linewidth=1, alpha=0.25)
                 points = _smooth(points)
             markers = {"marker": "." * (len(points) < LONG)}
-            ax.plot(*zip(*points, strict=True), linewidth=1.3, label=name, **markers, **style)
+            ax.plot(*zip(*points, strict=True), linewidth=1.3, label=name[-LEGEND + 10 :], **markers, **style)
             across = ax.get_xaxis_transform()
             ax.plot(marked, [0] * len(marked), "|", markersize=12, transform=across, color=style["color"])
         _scale(ax, np.array([value for one in curves for _, value in one.get(key, ()) if key in LOGARITHMIC]))
@@ -93,7 +95,7 @@ def plot_runs(
         ax.grid(alpha=0.2)
         ax.spines[["top", "right"]].set_visible(False)
     if keys and len(names) > 1:
-        _legend(charts[0], pad=1.12)
+        _legend(charts[0], pad=1.12, beside=beside)
     return figure
 
 
@@ -135,9 +137,9 @@ def _finished(ax: Axes, across: str, up: str, title: str) -> Axes:
     return ax
 
 
-def _legend(ax: Axes, pad: float = 1.0) -> None:
-    """Say above the axes what the lines are, so that no text lies on one."""
-    ax.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, pad), ncols=4, frameon=False, borderaxespad=0.1)
+def _legend(ax: Axes, pad: float = 1.0, beside: int = 4) -> None:
+    """Say above the axes what the lines are, so that no text lies on one; ``beside``: in how many columns."""
+    ax.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, pad), ncols=beside, frameon=False, borderaxespad=0.1)
 
 
 def _scale(ax: Axes, values: np.ndarray) -> None:

@@ -52,9 +52,11 @@ class Result:
         With a ``run_dir``: the root of the run's chain, which stands for all of its steps; the same for any number of
         workers, engine, kill and resume.
     averaged : dict or None
-        Parameters by name, averaged by ``callbacks.EMA``; no part of the digest.
+        Parameters by name, averaged by ``callbacks.EMA``; no part of the digest. Buffers are not averaged: with
+        ``{**result.model.state_dict(), **result.averaged}`` they are those of the last step.
     best : callbacks.Best or None
-        What ``callbacks.SaveBest`` kept: ``metric``, ``value``, ``steps``, ``weights``, ``path``.
+        What ``callbacks.SaveBest`` kept: ``metric``, ``value``, ``steps``, ``weights``, ``path``. None if no value was
+        a number; ``warm_start=None`` then begins from new weights, so ask for it first.
     predictor : callable or None
         What ``predict`` uses.
     phase_history : dict of str to list of float
@@ -92,8 +94,7 @@ class Result:
         facts: dict[str, Any] = {} if self.loss is None else {"loss": f"{self.loss:.6g}"}
         metrics = {item.name: f"{item.value:.6g} after {item.steps} steps" for item in self.metric_history}
         facts |= apart(metrics, ("loss", "best", "steps"))
-        if self.best is not None:
-            facts["best"] = f"{self.best.metric} {self.best.value:.6g} after {self.best.steps} steps"
+        facts["best"] = self.best
         epochs = f", {self.steps / self.steps_per_epoch:.4g} epochs" if self.steps_per_epoch else ""
         resumed = "" if self.resumed_from is None else f", went on from step {self.resumed_from}"
         facts["steps"] = f"{self.steps}{epochs}, {self.samples} samples{resumed}"
@@ -133,7 +134,7 @@ class Result:
 
         Parameters
         ----------
-        path : path-like
+        path : str or path
             Ends in ".safetensors".
         averaged : bool, default False
             Those that ``callbacks.EMA`` averaged, in place of the last step's.

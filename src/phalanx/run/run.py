@@ -200,6 +200,8 @@ class Run:
     def freeze(self, *names: str) -> None:
         """Train parameters no more from the next step on; snapshots keep it.
 
+        A kill undoes it with the steps since the newest snapshot, so call it by a rule: of ``run.steps`` or ``epoch``.
+
         Parameters
         ----------
         *names : str
@@ -233,7 +235,8 @@ class Run:
                 close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.3) or known[:3]
                 raise UsageError(
                     f"no parameter or module is called {checks.shown(name)}; close to it are {', '.join(close)}: give "
-                    "names of run.params or of modules, or patterns as 'encoder.*'"
+                    "names of run.params or of modules, or patterns, one by one: "
+                    f"run.{'thaw' if trained else 'freeze'}('encoder.*', 'head')"
                 )
         chosen = tuple(item for item in known if any(matches(name, item) for name in names))
         with self._handed_over():

@@ -13,7 +13,7 @@ from phalanx.definition import checks
 from phalanx.definition.data import Samples
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.engines.gradients import by_name
+from phalanx.engines.gradients import named
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack_recipe
@@ -219,7 +219,7 @@ class Processes:
         kept = self.ask("gradients", {"step": step})
         if None in kept:
             checks.warn(f"gradients of step {step} are incomplete: a worker ended before it could hand over its part")
-        return by_name({index: pair for part in kept if part for index, pair in part.items()})
+        return named({at: pair for part in kept if part for at, pair in part.items()})
 
     def _task(self, kind: int, thing: Any) -> list[WorkerMessage]:
         """Have every worker do something with ``thing``; returns their messages. Those of a step stay in the pool."""
