@@ -90,7 +90,7 @@ def open_engine(
             )
         WARM.prepare(definition, functions)
         placement = place(definition.replicas, len(named), copies=True)
-        facts = definition, framework, placement, begun(framework), Deadline(deadline_seconds)
+        facts = definition, framework, placement, begun(), Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, len(named), usable_cores()))
     if engine == "inline" or here or framework.lanes is not None:
         ahead = ahead_here(definition, framework, readers) if readers and CAPABLE else None

@@ -29,6 +29,7 @@ BACKENDS: Any = dist.Backend
 FILE: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
 BUCKET = 25 << 20  # bytes
 ALIGNED = 512  # bytes: kernels may compute otherwise at addresses that a gradient of torch's own would not have
+NOTICED_SECONDS = 5.0  # until somebody has seen that a worker is gone
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
 
 
@@ -80,7 +81,7 @@ class Transport:
         interface: str,
         check: Callable[[], None],
     ) -> None:
-        self._check, self._seconds, self._device = check, seconds, device
+        self._check, self._device = check, device
         name = BACKENDS.default_device_backend_map.get(device.type, "gloo")
         self._on_host = name == "gloo"  # works are done when the host says so, not when a stream comes to them
         self._staged = self._on_host and device.type != "cpu"
@@ -91,7 +92,8 @@ class Transport:
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, comes: list[int], goes: list[int]) -> Any:
         """Send ``goes[q]`` elements to each worker q, one after another; receive ``comes[q]`` from each."""
-        return self._begun(self._group.alltoall_base, received, sent, comes, goes)
+        cuts = [[count * sent.itemsize for count in counts] for counts in (comes, goes)]
+        return self._begun(self._group.alltoall_base, received, sent, *cuts)
 
     def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
         """Fill ``whole`` with what all workers have, equally much of each."""
@@ -123,6 +125,8 @@ class Transport:
             group.abort()
 
     def _begun(self, operation: Callable[..., Any], target: torch.Tensor, source: torch.Tensor, *cuts: Any) -> Any:
+        """Begin to move bytes: no backend has to know a dtype, and none could add."""
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
         try:
             if not self._staged:
                 return operation(target, source, *cuts), None, None
@@ -139,9 +143,9 @@ class Transport:
             nap = min(2 * nap, LONGEST_NAP_SECONDS)
 
     def _lost(self, error: Exception) -> None:
-        """A worker is gone: give whoever watches it the time to say so."""
+        """Most likely a worker is gone: give whoever watches it the time to say so."""
         self.close()
-        end = time.monotonic() + self._seconds
+        end = time.monotonic() + NOTICED_SECONDS
         while time.monotonic() < end:
             self._check()
             time.sleep(LONGEST_NAP_SECONDS)
