@@ -204,6 +204,19 @@ class Situation(NamedTuple):
         return [worker.progress for worker in self.workers]
 
 
+    @property
+    def lost(self) -> bool:
+        """Whether the state is gone with all workers: each had a copy, and nothing else has one."""
+        return self.copies and all(worker.fallen for worker in self.workers)
+
+    @property
+    def saving(self) -> bool:
+        """Whether the newest snapshot may be one that was being taken when the last worker ended."""
+        return self.kept < self.due and min(self.progress) < Progress(self.due, Phase.COMPUTING) <= Progress(
+            max(self.progress).step, Phase.COMPUTING
+        )
+
+
 class Decision(NamedTuple):
     """What to do next, and at which step; ``back_to``: the snapshot to go back to, negative for the run's beginning."""
 
@@ -232,6 +245,8 @@ def decide(run: Situation) -> Decision:
     action = TABLE[who_fell(run)][stands(run, verdict)]
     if action is Action.JOIN:
         return Decision(action, run.progress[run.fallen[0]].step)
+    if action is Action.TAKE_BACK and run.lost and run.saving:
+        return Decision(Action.LOSE, verdict.step)
     if action is Action.TAKE_BACK:
         return Decision(action, verdict.step, newest_whole(run.due, run.kept, verdict.step))
     if action is Action.GO_BACK and run.repair is not None:
@@ -241,11 +256,9 @@ def decide(run: Situation) -> Decision:
 
 def judged(run: Situation) -> Verdict:
     """How the run goes on. Where each worker has the whole state, what survivors have counts: all have the same."""
-    survivors = [worker.progress for worker in run.workers if not worker.fallen]
-    if run.copies and survivors:
-        return judge(survivors)
-    verdict = judge(run.progress)
-    return verdict._replace(torn=True) if run.copies else verdict
+    if run.copies and not run.lost:
+        return judge([worker.progress for worker in run.workers if not worker.fallen])
+    return judge(run.progress)._replace(torn=True) if run.lost else judge(run.progress)
 
 
 def who_fell(run: Situation) -> Fallen:
@@ -254,7 +267,7 @@ def who_fell(run: Situation) -> Fallen:
         return Fallen.NOBODY
     if not run.alone:
         return Fallen.PARTNER
-    if run.portable or (run.copies and len(run.fallen) < len(run.workers)):
+    if run.portable or (run.copies and not run.lost):
         return Fallen.ANYBODY
     return Fallen.KEEPER if 0 in run.fallen else Fallen.OTHERS
 
@@ -267,7 +280,7 @@ def stands(run: Situation, verdict: Verdict) -> Standing:
         return Standing.WAITING
     if any(worker.at_work and not worker.fallen for worker in run.workers):
         return Standing.AT_WORK
-    if run.repair is not None:
+    if run.repair is not None and not (run.lost and run.repair.action is Action.RESUME):
         return Standing.GOING_BACK if run.repair.action is Action.GO_BACK else Standing.RESUMING
     if verdict.torn and (fallen or run.portable):  # if none died, an optimizer raised, and only torch's own can go back
         return Standing.TORN

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.engines.hosts.exchange import PATTERNS, Mask, Run, fold_runs, stretches
 from phalanx.engines.hosts.gloo import LOOPBACK, Gloo
-from phalanx.errors import RunError
+from phalanx.errors import RunError, SeveredError
 from phalanx.plan.fold import Node, added, remaining
 from phalanx.seams.records import Vector
 from phalanx.shared.layout import Spec
@@ -85,10 +85,14 @@ class Transport:
         name = BACKENDS.default_device_backend_map.get(device.type, "gloo")
         self._on_host = name == "gloo"  # works are done when the host says so, not when a stream comes to them
         self._staged = self._on_host and device.type != "cpu"
-        if self._on_host:
-            self._group = Gloo(store, rank, size, seconds, interface).group
-        else:
-            self._group = _created(name, store, rank, size, seconds)
+        self._group: Any = None
+        try:
+            if self._on_host:
+                self._group = Gloo(store, rank, size, seconds, interface).group
+            else:
+                self._group = _created(name, store, rank, size, seconds)
+        except (SeveredError, RuntimeError) as error:
+            self._lost(error)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, comes: list[int], goes: list[int]) -> Any:
         """Send ``goes[q]`` elements to each worker q, one after another; receive ``comes[q]`` from each."""

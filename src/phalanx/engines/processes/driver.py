@@ -31,6 +31,7 @@ from phalanx.shared.memory import Memory, check_room
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 
+CONNECTING = 30.0  # seconds: workers meet when all have computed, so that none is late
 MEMORIES = 8  # what workers inherit: environment_memory, parcel, arena, mailbox, orders, base, inputs, meeting
 
 
@@ -84,7 +85,7 @@ class Processes:
         facts: dict[str, Any] = {"audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0}
         facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
         facts |= {"gradients": self.run_state.gradients, "allow": self.run_state.allow}
-        facts |= {"devices": self._framework.sharing.devices, "seconds": self._deadline.seconds}
+        facts |= {"devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds, CONNECTING)}
         facts |= {"began": None if self._rendezvous else self._steps}
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)

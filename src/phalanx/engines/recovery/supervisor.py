@@ -210,6 +210,11 @@ class Supervisor:
                 self._go_back(decision.back_to, fallen)
             case Action.DO_AGAIN:
                 self._do_again(step)
+            case Action.LOSE if self._placement.copies:
+                raise LostError(
+                    f"all workers had ended in step {step}, while their state was being copied to host memory, so it "
+                    "is lost; run again, with a run_dir from the newest snapshot there"
+                )
             case Action.LOSE:
                 raise LostError(
                     f"worker {fallen[0]} {self._failures.dead[fallen[0]].why} in step {step}, and the optimizer is not "
