@@ -5,12 +5,14 @@ import dataclasses
 import errno
 import os
 import stat
+import threading
 
 import pytest
 import torch
 
 import phalanx
 from phalanx.callbacks import Log, SaveBest
+from phalanx.callbacks.best import Best
 from phalanx.checkpoint import files
 from tests.callbacks.jobs import evaluation, recipe
 from tests.state.runs import bytes_of, killed
@@ -241,3 +243,17 @@ def test_a_metric_named_as_the_loss(tmp_path):
     assert float(last["loss"]) == result.loss
     assert float(last["evaluation/loss"]) == result.metric_history[-1].value > 100
     assert f"loss             {result.loss:.6g}" in str(result)
+
+
+def test_best_weights_that_another_process_is_still_writing(tmp_path):
+    """A process that is done before the first one has written the file waits for it."""
+    recipe(epochs=1).train(evaluation=evaluation(), callbacks=[SaveBest("accuracy")], run_dir=tmp_path)
+    (path,) = (tmp_path / "best").glob("*.safetensors")
+    wanted = path.read_bytes()
+    aside = path.rename(tmp_path / "aside")
+    later = threading.Timer(0.3, aside.rename, [path])
+    later.start()
+    weights = Best("accuracy", 1.0, 5, path).weights
+    later.join()
+    assert list(weights)
+    assert path.read_bytes() == wanted

@@ -70,7 +70,10 @@ CASES = {
     "text": (lambda: go(data=[(row, "a") for row in X]), "data[1] is a ", "numbers"),
     "loss-vector": (lambda: go(loss_fn=lambda output, target: output[:, 0]), "loss_fn returned", "loss.mean()"),
     "loss-number": (lambda: go(loss_fn=lambda output, target: 1.0), "loss_fn returned a float"),
-    "loss-dict": (lambda: go(loss_fn=None, forward_fn=bare), "forward_fn returned a dict"),
+    "loss-dict": (
+        lambda: go(loss_fn=None, forward_fn=bare),
+        "forward_fn returned dict(a int); named losses are for torch",
+    ),
     "weight-negative": (lambda: go(loss_fn=returning(lambda loss: (loss, -1))), "loss_fn returned the weight"),
     "weight-vector": (lambda: go(loss_fn=returning(lambda loss: (loss, jnp.ones(2)))), "of shape (2,)"),
     "device": (lambda: MLP.recipe(2).train(devices=["npu:3"]), "devices names 'npu:3'", "['cpu']"),

@@ -121,6 +121,8 @@ def count():
     phalanx.close()
     seen.append(len(os.listdir(tempfile.tempdir)))
 WARM.zygote()
+while not os.listdir(tempfile.tempdir):
+    pass
 seen.append(len(os.listdir(tempfile.tempdir)))
 count()  # not awake yet
 WARM.zygote()._ask({{"end": 0}})

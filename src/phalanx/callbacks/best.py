@@ -6,6 +6,7 @@ import functools
 import math
 import pathlib
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,9 +182,11 @@ class Best:
         if self.kept is not None:
             return self.kept
         assert self.path is not None
-        if not self.path.exists():
-            raise UsageError(f"the weights are where the first process keeps run_dir: {self.path} is not on this host")
-        return read_weights(self.path)
+        for _ in range(100):  # 5 s: of several processes, the first may still be writing it
+            if self.path.exists():
+                return read_weights(self.path)
+            time.sleep(0.05)
+        raise UsageError(f"the first process keeps the weights in its run_dir: {self.path} is not on this host")
 
 
 @answering(

@@ -45,8 +45,8 @@ class Gradients:
         """Copy what was asked for: updates may write into gradients."""
         if moment.first:
             self.step, self.latest = moment.step, {}
-        owned = {index: (name, gradient[index]) for index, name in self._names.items()}
-        self.latest |= {index: (name, _copied(entry)) for index, (name, entry) in owned.items() if entry is not None}
+        there = {index: name for index, name in self._names.items() if gradient[index] is not None}
+        self.latest |= {index: (name, _copied(gradient[index])) for index, name in there.items()}
 
 
 def named(latest: dict[int, tuple[str, Any]]) -> dict[str, Any]:

@@ -73,8 +73,7 @@ class Inline:
         self.closed = False
         self._twice = Twice(definition, framework, allow=self.run_state.allow, audit=self.run_state.audit)
         self._twice.begin(len(self.run_state.loss_history))
-        asked = self.run_state.gradients
-        self._gradients = Gradients(framework, asked) if asked else None
+        self._gradients = Gradients(framework, names) if (names := self.run_state.gradients) else None
         RUNS.begin()
         self._memory = weakref.finalize(self, RUNS.end)
         self.environment = self.reading = framework.environment

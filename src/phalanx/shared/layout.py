@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from phalanx.plan.fold import Placement, dealt, most_held, remaining
 from phalanx.seams import Sharing
-from phalanx.shared.counters import Counters, float_count, word_count
+from phalanx.shared.counters import NOTE, RING, Counters, float_count, word_count
 from phalanx.shared.memory import Carver
 
 Take = Callable[[int], int]
@@ -298,6 +298,7 @@ class Plan:
             self.nodes += nodes
             self.publishers += [(worker, number) for number in range(len(nodes))]
         self.layout = sharing.lay_out(placement, carver.take, known)
+        self.layout.touched -= NOTE * (placement.replicas + RING)  # of named losses, which few recipes have
         self._flag_bytes = (1 + len(self.layout.owners)) * len(self.nodes)
         self._flags = carver.take(self._flag_bytes)
         self.size = carver.size
