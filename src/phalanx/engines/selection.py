@@ -75,12 +75,14 @@ def open_engine(
 
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
-    if (engine == "processes" and len(devices) < 2) or not (engine == "inline" or here or workers is None):
+    if (engine == "processes" and set(devices) <= {"cpu"} and len(devices) < 2) or not (
+        engine == "inline" or here or workers is None
+    ):
         WARM.prepare(definition, functions)  # first: it imports while the model is made here
         framework = open_framework(definition, devices)
         facts = definition, framework, place(definition.replicas, count), begun(), Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, count, usable_cores()))
-    framework = open_framework(definition, devices, allow=bool(allow))
+    framework = open_framework(definition, devices, allow=bool(allow), apart=engine == "processes")
     if named := framework.sharing.devices:
         if engine == "inline" or workers not in (None, len(named)):
             given = "engine is 'inline'" if engine == "inline" else f"workers is {workers}"

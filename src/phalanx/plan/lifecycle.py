@@ -203,7 +203,6 @@ class Situation(NamedTuple):
         """Where every worker is, or was when it ended."""
         return [worker.progress for worker in self.workers]
 
-
     @property
     def lost(self) -> bool:
         """Whether the state is gone with all workers: each had a copy, and nothing else has one."""

@@ -122,6 +122,8 @@ class Framework(Protocol):
         ``opened(source)`` as this framework reads it: columns become its arrays, sharing memory where they can.
     environment : context manager
         Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time.
+    following : callable or None
+        Says what the next step will compute, which may be read while this one is waited for.
     """
 
     name: str
@@ -130,6 +132,7 @@ class Framework(Protocol):
     sharing: Sharing
     opened: Callable[[Source], Source]
     environment: AbstractContextManager[None]
+    following: Callable[[], Sequence[Todo]] | None
 
     @property
     def lr(self) -> float:
@@ -190,14 +193,11 @@ class Lanes(Protocol):
     ----------
     placement : Placement
         Which device computes which replicas.
-    following : callable or None
-        Says what the next step will compute, which may be read while this one is waited for.
     moved : callable
         ``moved(vector)``: each entry on the device that updates the parameter that it belongs to.
     """
 
     placement: Placement
-    following: Callable[[], Sequence[Todo]] | None
     moved: Callable[[Vector], Vector]
 
 

@@ -271,6 +271,11 @@ class CopiedShard(Shard):
         super().__init__(sharing, layout, arena, base, worker)
         self._mirror = Mirror(sharing, layout, arena, base)
 
+    @property
+    def weights(self) -> list[np.ndarray]:
+        self._mirror.put(self._worker)
+        return super().weights
+
     def settle(self) -> None:
         """Optimizer state stays where the update made it."""
 

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from phalanx.engines.hosts.exchange import PATTERNS, Mask, Run, fold_runs, stretches
-from phalanx.engines.hosts.gloo import LOOPBACK, Gloo
+from phalanx.engines.hosts.exchange import PATTERNS, Mask, Rendezvous, Run, fold_runs, stretches
+from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo
 from phalanx.errors import RunError, SeveredError
 from phalanx.plan.fold import Node, added, remaining
 from phalanx.seams.records import Vector
@@ -173,9 +174,7 @@ class Exchange:
         Where gradients are.
     """
 
-    def __init__(
-        self, specs: Sequence[Spec], replicas: int, blocks: Sequence[range], rank: int, device: str
-    ) -> None:
+    def __init__(self, specs: Sequence[Spec], replicas: int, blocks: Sequence[range], rank: int, device: str) -> None:
         self._rank, self._device = rank, device
         self._like = [
             torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device="meta")
@@ -226,8 +225,8 @@ class Exchange:
         workers, own, width = len(self._counts), self._counts[self._rank], bucket.width
         packed = self._room(("packed", number), own * workers * width, bucket.dtype).view(own, workers * width)
         for row, vector in zip(packed, mine, strict=True):
-            for index, offset in bucket.places.items() if vector is not None else ():
-                like, entry = self._like[index], vector[index]
+            for index, offset in bucket.places.items():
+                like, entry = self._like[index], None if vector is None else vector[index]
                 if entry is not None:
                     row.as_strided(like.shape, like.stride(), row.storage_offset() + offset).copy_(entry)
         sent = packed if own == 1 else packed.view(own, workers, width).transpose(0, 1).contiguous()
@@ -273,6 +272,17 @@ def connected(
     return Transport(store, rank, size, torch.device(device), seconds, LOOPBACK, check)
 
 
+def reached(
+    rendezvous: Rendezvous, device: str, seconds: float, generation: int, check: Callable[[], None]
+) -> Transport:
+    """Meet the workers of the other processes, through the store of their world."""
+    limit = datetime.timedelta(seconds=seconds)
+    store = TCP(*rendezvous.address, is_master=False, timeout=limit)
+    own = PrefixStore(f"phalanx/{rendezvous.run}/devices {generation}", store)
+    size = len(rendezvous.blocks)
+    return Transport(own, rendezvous.rank, size, torch.device(device), seconds, rendezvous.interface, check)
+
+
 def _created(name: str, store: Any, rank: int, size: int, seconds: float) -> Any:
     """A group of the backend that torch registered under this name."""
     limit = datetime.timedelta(seconds=seconds)
@@ -282,6 +292,6 @@ def _created(name: str, store: Any, rank: int, size: int, seconds: float) -> Any
         return getattr(dist, f"ProcessGroup{name.upper()}")(store, rank, size, limit)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, limit)
-    options: Any = dist.distributed_c10d._DistributedBackendOptions()
+    options: Any = c10d._DistributedBackendOptions()  # pyright: ignore[reportPrivateImportUsage]
     options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, limit
     return plugin.creator_fn(options, None)

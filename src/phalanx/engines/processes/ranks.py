@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.definition.data import Share
-from phalanx.engines.hosts.ranks import Exchange, Transport, connected
+from phalanx.engines.hosts.exchange import Rendezvous
+from phalanx.engines.hosts.link import HostLink
+from phalanx.engines.hosts.ranks import Exchange, Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold, Placement
@@ -54,8 +56,11 @@ class RankLink(ArenaLink):
     ) -> None:
         super().__init__(framework, shard, plan, placement, arena, barrier)
         specs, blocks = plan.layout.contents.gradients, placement.blocks
-        self._exchange = Exchange(specs, placement.replicas, blocks, barrier.worker, device)
-        self._connect = functools.partial(connected, meeting.fd, barrier.worker, len(blocks), device, seconds)
+        connect = functools.partial(connected, meeting.fd, barrier.worker, len(blocks), device, seconds)
+        self._exchange_by(Exchange(specs, placement.replicas, blocks, barrier.worker, device), connect)
+
+    def _exchange_by(self, exchange: Exchange, connect: Callable[..., Transport]) -> None:
+        self._exchange, self._connect = exchange, connect
         self._transport: Transport | None = None
         self._generation = -1
 
@@ -76,11 +81,8 @@ class RankLink(ArenaLink):
         return super().all_gather(_read(self._framework, parts))
 
     def mean(self, weight: float) -> Vector:
-        entries = bytes(self.publications.entries)
-        rows = self.publications.rows(self.publications.read())
-        masks = [mask if number else entries for number, mask in rows]
         over = functools.partial(_divided, self._framework, weight)
-        return self._exchange.total(self._joined(), masks, self._mine, over)
+        return self._exchange.total(self._joined(), self._present(), self._mine, over)
 
     def norm(self, gradient: Vector) -> float:
         if self._transport is not None:
@@ -107,6 +109,12 @@ class RankLink(ArenaLink):
             self.publications.publish(position, None if vector is None else number, there)
         return mine
 
+    def _present(self) -> list[bytes]:
+        """Which gradients each node of all workers has."""
+        entries = bytes(self.publications.entries)
+        rows = self.publications.rows(self.publications.read())
+        return [mask if number else entries for number, mask in rows]
+
     def _joined(self) -> Transport:
         """The connection to the other workers; made anew after any of them failed."""
         generation = self._counters.generation
@@ -120,6 +128,30 @@ class RankLink(ArenaLink):
         """Leave the step if another worker failed, or if the caller wants that and nothing is under way."""
         if self._counters.trouble or self._counters.pause == pause:
             raise Trouble
+
+
+class HostRankLink(RankLink, HostLink):
+    """Implements ``seams.Link`` for the one worker with a device of each process in a torch.distributed world.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        Where the other processes are.
+    device : str
+        The name of this worker's.
+    framework, shard, plan, placement, arena, barrier
+        As of ``ArenaLink``.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, device: str, framework: Framework, *facts: Any) -> None:
+        HostLink.__init__(self, rendezvous, framework, *facts)
+        blocks, rank, seconds = rendezvous.blocks, rendezvous.rank, rendezvous.seconds
+        specs = self.slots.specs
+        connect = functools.partial(reached, rendezvous, device, seconds)
+        self._exchange_by(Exchange(specs, self._replicas, blocks, rank, device), connect)
+
+    def _present(self) -> list[bytes]:
+        return self._masks
 
 
 def _read(framework: Framework, parts: Sequence[Part]) -> list[Part]:

@@ -24,7 +24,7 @@ from phalanx.engines.gradients import Gradients
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.engines.processes.messages import DriverChannel, as_told
-from phalanx.engines.processes.ranks import RankLink
+from phalanx.engines.processes.ranks import HostRankLink, RankLink
 from phalanx.engines.processes.serialization import adopt_environment, remarked, unpack
 from phalanx.engines.reading import taken
 from phalanx.engines.twice import Twice
@@ -39,7 +39,7 @@ from phalanx.shared.inputs import Inputs
 from phalanx.shared.layout import Plan
 from phalanx.shared.memory import Memory, fence, give_back, order
 from phalanx.shared.state import CopiedShard, Shard
-from phalanx.step import Proposal, commit, measure, propose
+from phalanx.step import Proposal, commit, following, measure, propose
 
 IDLE_YIELDS = 500
 SHARE = 0.005  # of the time may go into snapshots
@@ -106,7 +106,10 @@ class Worker:
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
         facts = self._framework, shard, plan, placement, arena, barrier
         if placement.copies:
-            self._link: ArenaLink = RankLink(self._device, meeting, setup["seconds"], *facts)
+            here = self._device, meeting, setup["seconds"]
+            self._link: ArenaLink = (
+                RankLink(*here, *facts) if rendezvous is None else HostRankLink(rendezvous, self._device, *facts)
+            )
         else:
             self._link = ArenaLink(*facts) if rendezvous is None else HostLink(rendezvous, *facts)
 
@@ -175,7 +178,10 @@ class Worker:
     def _advance(self, shares: list[Share]) -> None:
         """One step."""
         t = self._step
-        started, lr = time.perf_counter(), self._framework.lr
+        started, lr, horizon = time.perf_counter(), self._framework.lr, self._counters.horizon
+        if self._counters.kind == STEPS:
+            next_one = self._definition, self._link.hosted, self._dealer.planned, t + 1, horizon
+            self._framework.following = functools.partial(following, *next_one)
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
         self._link.begin(t, shares)

@@ -251,7 +251,9 @@ class Supervisor:
         pack({"task": "hand_over", "source": source}, self._mailbox, reduced)
         self._pool.grant(TASK)
         self._pool.wait(lambda: self._counters.all_idle(self._pool.alive) or set(self._failures.dead) != dead, LONG)
-        given = [message.content for message in self._pool.told if message.kind == "result" and message.worker == source]
+        given = [
+            message.content for message in self._pool.told if message.kind == "result" and message.worker == source
+        ]
         self._pool.told = self._errors()
         if not given or set(self._failures.dead) != dead:
             return False

@@ -34,7 +34,7 @@ class JaxRecord(Record):
 
     def open(self, made: Made) -> Framework:
         """On one device, or several of this process."""
-        if made.part[1] > 1 and len(made.devices) > 1:
+        if made.processes > 1 and len(made.devices) > 1:
             raise UsageError(
                 f"devices is {list(made.devices)}, but of several processes each drives one jax device in this "
                 "version; use one process for all of them, or leave devices out"

@@ -14,7 +14,7 @@ import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -175,7 +175,7 @@ class CopiedState(SharedState):
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             for parameter, content, spec in zip(self._parameters, weights, self._specs, strict=True):
-                parameter.copy_(view(content, 0, spec))
+                parameter.copy_(view(cast("mmap.mmap", content), 0, spec))
         self._buffers.rehome([shared.clone().to(self._device) for shared in buffers])
 
     def _placed(self, pieces: Mapping[int, torch.Tensor], *, more: bool = False) -> None:

@@ -14,7 +14,7 @@ from phalanx.definition.digest import Entry, digest_of
 from phalanx.definition.plain import check_like, check_specs, decoded, encoded, taking_over
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.optimizer import Updates, fit_options
-from phalanx.frameworks.torch.optimizer_state import check_state, find_pieces
+from phalanx.frameworks.torch.optimizer_state import check_state, find_pieces, on_device
 from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.schedules import Named
 from phalanx.seams.records import CODES, STATE_DICT, Captured, Tensor
