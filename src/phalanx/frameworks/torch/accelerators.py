@@ -8,8 +8,10 @@ for deterministic kernels.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from phalanx.errors import RunError, UsageError
 
 CUDNN: Any = torch.backends.cudnn
 FILLING: Any = torch.utils.deterministic
+EXPECTED: dict[str, str] = {}  # modules that register kinds of devices, by kind
 MENTIONED: set[str] = set()  # topics that this process has warned of
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
@@ -31,8 +34,30 @@ def prepare(names: Sequence[str], *, allow: bool) -> None:
     UsageError
         One was used before, so it is too late.
     """
+    for kind in {name.partition(":")[0] for name in names} & set(EXPECTED):
+        if not hasattr(torch, kind):
+            importlib.import_module(EXPECTED[kind])
+        if not hasattr(torch, kind):
+            raise UsageError(
+                f"devices names {kind!r}, which this process gets from {EXPECTED[kind]}, but importing that does not "
+                "register it in a worker; let the module register the kind when it is imported"
+            )
     if not allow and any(name.startswith("cuda") for name in names):
         set_workspace()
+
+
+def registered() -> list[str]:
+    """The kind of devices that a package has registered in this process, and the module that did; empty if none has."""
+    kind = torch._C._get_privateuse1_backend_name()
+    module = getattr(torch, kind, None)
+    if module is None:
+        return []
+    return [kind, module.__name__ if type(module) is ModuleType else type(module).__module__]
+
+
+def expect(kind: list[str]) -> None:
+    """Note which module registers a kind in the caller's process; it is imported if a device of it is named."""
+    EXPECTED.update([kind])
 
 
 @contextlib.contextmanager
