@@ -630,12 +630,13 @@ def test_a_death_while_the_state_is_handed_over(tmp_path, wanted, monkeypatch, w
     def fatal(supervisor):
         if not struck:
             alive = sorted(supervisor._pool.alive)  # planted
-            struck.append(run.worker_pids[alive[0 if whom == "the source" else -1]])
+            struck.append(before[alive[0 if whom == "the source" else -1]])
             os.kill(struck[0], signal.SIGKILL)
         return handed_over(supervisor)
 
     monkeypatch.setattr(Supervisor, "_handed_over", fatal)
     with norm_recipe(Trapped(conv_norm, tmp_path, 1, 4, "FOLDING")).start(devices=["cpu"] * 3) as run:
+        before = run.worker_pids
         run.finish()
         result = run.result()
     assert len(struck) == 1
