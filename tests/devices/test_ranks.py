@@ -21,6 +21,7 @@ from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.frameworks.torch import accelerators
 from phalanx.frameworks.torch.adapter import Torch
 from tests.by_hand import answer
+from tests.devices.planting import Planted
 from tests.engines.deaths import PLACES, Trapped, hunted, sprung
 from tests.families import ADAMW, DATA, FAMILIES, OPTIMIZERS, SCHEDULERS, Elsewhere, conv_norm, terms
 from tests.sampling import cover, generator, sample
@@ -296,10 +297,10 @@ def test_other_weights_in_a_worker():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"engine": "inline"}, "engine is 'inline', but devices names 2 devices"),
-        ({"workers": 3}, "workers is 3, but devices names 2 devices"),
-        ({"workers": 1}, "workers is 1, but devices names 2 devices"),
-        ({"engine": "processes", "workers": 3}, "workers is 3, but devices names 2 devices"),
+        ({"engine": "inline"}, "engine is 'inline', but devices names cpu, cpu, each of which is a worker"),
+        ({"workers": 3}, "workers is 3, but devices names cpu, cpu, each of which is a worker"),
+        ({"workers": 1}, "workers is 1, but devices names cpu, cpu, each of which is a worker"),
+        ({"engine": "processes", "workers": 3}, "workers is 3, but devices names cpu, cpu, each of which is a worker"),
     ],
 )
 def test_each_device_is_a_worker(given, message):
@@ -427,20 +428,6 @@ def test_audits(share):
 
 
 # ---- faults
-
-
-class Planted:
-    """A ``make_model`` whose worker processes have a fault."""
-
-    def __init__(self, make_model, fault):
-        self.make_model, self.fault, self.caller = make_model, fault, os.getpid()
-
-    def __call__(self):
-        if os.getpid() != self.caller:
-            with pytest.MonkeyPatch.context() as patch:
-                self.fault(patch)
-                patch._setattr.clear()  # for as long as the worker lives
-        return self.make_model()
 
 
 def in_order_of_arrival(patch):
