@@ -82,13 +82,13 @@ def open_engine(
         framework = open_framework(definition, devices)
         facts = definition, framework, place(definition.replicas, count), begun(), Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, count, usable_cores()))
-    framework = open_framework(definition, devices, allow=bool(allow), apart=engine == "processes")
+    framework = open_framework(definition, devices, allow=bool(allow), apart=engine == "processes" or (workers or 1) > 1)
     if named := framework.sharing.devices:
         if engine == "inline" or workers not in (None, len(named)):
             given = "engine is 'inline'" if engine == "inline" else f"workers is {workers}"
             raise UsageError(
-                f"{given}, but devices names {len(named)} devices, each of which is a worker; leave that out, or name "
-                "as many devices as there are to be workers"
+                f"{given}, but devices names {', '.join(named)}, each of which is a worker; leave that out, or name as "
+                "many devices as there are to be workers"
             )
         WARM.prepare(definition, functions)
         placement = place(definition.replicas, len(named), copies=True)

@@ -140,8 +140,8 @@ def watched(devices: Sequence[torch.device]) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         names = ", ".join(map(str, dict.fromkeys(devices)))
         raise RunError(
-            f"out of memory on {names} ({error}); use more devices, which share the optimizer's state, or a larger "
-            "replicas= (part of the answer), which makes each share smaller"
+            f"out of memory on {names} ({error}); use a larger replicas= (part of the answer), which makes each share "
+            "smaller"
         ) from error
     except RuntimeError as error:
         lost = [str(device) for device in dict.fromkeys(devices) if device.type != "cpu" and not _answers(device)]
