@@ -135,7 +135,10 @@ class Torch:
 
     def capture(self, *, copy: bool) -> Captured:
         self.rewind()
-        return captured(self._lane.model, self._updates, copy=copy)
+        state = captured(self._lane.model, self._updates, copy=copy)
+        if self._of_workers:  # they computed elsewhere
+            state.facts["device"] = self._of_workers[0].partition(":")[0]
+        return state
 
     def adopt(self, state: Captured) -> None:
         self.rewind()

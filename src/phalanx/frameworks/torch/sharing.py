@@ -21,7 +21,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch import arithmetic
+from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient, blank, spec_of, view
 from phalanx.frameworks.torch.optimizer import Updates, check_no_global_hooks
 from phalanx.frameworks.torch.optimizer_state import OptimizerState, find_pieces
@@ -176,7 +176,8 @@ class CopiedState(SharedState):
     def weights(self, numbers: Sequence[int] | None = None) -> list[np.ndarray]:
         """Copies in host memory."""
         chosen = range(len(self._specs)) if numbers is None else numbers
-        copies = [blank(self._specs[number]).copy_(self._parameters[number].detach()) for number in chosen]
+        with accelerators.watched([self._device]):
+            copies = [blank(self._specs[number]).copy_(self._parameters[number].detach()) for number in chosen]
         return [bytes_of(copy.untyped_storage()) for copy in copies]
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[torch.Tensor]) -> None:
