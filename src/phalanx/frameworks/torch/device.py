@@ -21,6 +21,11 @@ from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.seams import Arithmetic
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
 
+INSTEAD = {  # of operations that common models use
+    "adaptive_avg_pool2d": "use AvgPool2d, or pool to one element",
+    "nll_loss2d": "flatten what cross_entropy gets to two dimensions, and its target to one",
+}
+
 
 class TorchDevice(Torch):
     """Implements ``seams.Framework`` for PyTorch on an accelerator.
@@ -100,9 +105,10 @@ class TorchDevice(Torch):
             if "does not have a deterministic implementation" not in str(error):
                 raise
             name = str(error).split(" does not have")[0]
+            instead = next((way for part, way in INSTEAD.items() if part in name), "use another operation")
             raise UsageError(
-                f"{name} has no deterministic kernel on {self._device}, so equal bits cannot be promised; use another "
-                "operation, or give the promise up: nondeterministic='allow'"
+                f"{name} has no deterministic kernel on {self._device}, so equal bits cannot be promised; {instead}, "
+                "or give the promise up: nondeterministic='allow'"
             ) from error
 
 
