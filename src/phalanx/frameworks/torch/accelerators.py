@@ -283,12 +283,30 @@ def _all_of(kind: str, replicas: int) -> list[str]:
 
 def _local() -> str:
     """The accelerator that the launcher means for this process: the only one here, or the one with its number."""
-    kind, count = accelerator()
-    rank = next((os.environ[name] for name in LOCAL_RANKS if os.environ.get(name, "").isdigit()), None)
+    (kind, count), rank = accelerator(), _local_rank()
     if kind is None or (rank is None and count > 1):
         missing = "torch has no accelerator here" if kind is None else f"none of {', '.join(LOCAL_RANKS)} is set"
         raise UsageError(f"devices names 'local', but {missing}; name the device, as in devices=['cuda:0']")
     return f"{kind}:{0 if count == 1 else rank}"
+
+
+def _local_rank() -> str | None:
+    """The number of this process on its host, as launchers tell it."""
+    return next((os.environ[name] for name in LOCAL_RANKS if os.environ.get(name, "").isdigit()), None)
+
+
+def chosen(names: Sequence[str], home: torch.device) -> Sequence[str]:
+    """The device of one process of a world: named, else where the model is made, else the launcher's, else the CPU."""
+    if not names and home.type != "cpu":
+        return [str(home)]
+    kind, count = accelerator()
+    if names and names not in ([kind], (kind,)):
+        return names
+    if kind is None or (not names and count > 1 and _local_rank() is None):
+        return ["cpu"]
+    name = _local()
+    _mention("local", f"this process trains on {name}, one of {checks.counted(count, 'device')}")
+    return [name]
 
 
 def _mention_idle() -> None:
