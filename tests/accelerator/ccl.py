@@ -51,9 +51,9 @@ class Collectives:
         stream = self.streams.setdefault(device.index, torch.Stream(device))
         stream.wait_stream(torch.fake.current_stream(device))
         with torch.fake.stream(stream):
-            there = torch.empty(target.shape, dtype=target.dtype)
+            there = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
             move(there, source.cpu()).wait()
-            target.copy_(there)
+            target.copy_(there, non_blocking=True)  # else the host would have waited, and no race could be found
             event = torch.Event(device)
             event.record(stream)
         for tensor in (target, source):

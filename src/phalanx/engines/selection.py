@@ -73,7 +73,8 @@ def open_engine(
     spawns = engine == "processes" or not (engine == "inline" or here or workers is None)
     if spawns:
         WARM.prepare(definition, functions)  # first: it imports while the model is made here
-    framework = open_framework(definition, devices, allow=bool(allow), apart=engine == "processes")
+    apart = engine == "processes" or (workers or 1) > 1
+    framework = open_framework(definition, devices, allow=bool(allow), apart=apart)
     run_state = begin(framework)
     run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
     if spawns or framework.sharing.devices:
@@ -92,8 +93,8 @@ def _placed(replicas: int, devices: Sequence[str], engine: str, workers: int | N
     if devices and (engine == "inline" or workers not in (None, len(devices))):
         given = "engine is 'inline'" if engine == "inline" else f"workers is {workers}"
         raise UsageError(
-            f"{given}, but devices names {checks.counted(len(devices), 'device')}, each of which is a worker; leave "
-            "that out, or name as many devices as there are to be workers"
+            f"{given}, but devices names {', '.join(devices)}, each of which is a worker; leave that out, or name as "
+            "many devices as there are to be workers"
         )
     return place(replicas, len(devices), copies=True) if devices else place(replicas, count)
 

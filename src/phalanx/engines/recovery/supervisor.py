@@ -248,6 +248,7 @@ class Supervisor:
         """Have a survivor write the whole state to the arena, for replacements; False if another one died meanwhile."""
         dead = set(self._failures.dead)
         source = min(self._pool.alive)
+        self._pool.told = self._errors()  # what the task that broke off came to is no answer here
         pack({"task": "hand_over", "source": source}, self._mailbox, reduced)
         self._pool.grant(TASK)
         self._pool.wait(lambda: self._counters.all_idle(self._pool.alive) or set(self._failures.dead) != dead, LONG)

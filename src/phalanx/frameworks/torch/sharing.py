@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from phalanx.errors import UsageError
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient, blank, spec_of, view
 from phalanx.frameworks.torch.optimizer import Updates, check_no_global_hooks
@@ -59,6 +60,12 @@ class Sharing:
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
         check_no_global_hooks()
+        home = self.parameters[0].device
+        if home.type != "cpu" and not placement.copies:
+            raise UsageError(
+                f"make_model puts the model on {home}, but workers share memory of the CPU where no devices are named; "
+                f"name one for each, as in devices=['{home.type}:0', '{home.type}:1'], or leave workers out"
+            )
         if known is None:
             with self.environment:
                 contents = self._contents(find_pieces(self.updates, self.parameters), placement.replicas)
