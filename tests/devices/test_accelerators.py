@@ -235,7 +235,9 @@ def bytes_of_a_step(folder, recipe, count):
     return [noted[number][2] - noted[number][1] for number in range(count)]
 
 
-@pytest.mark.parametrize(("replicas", "count"), sample("bytes", [(4, 2), (8, 2), (6, 2), (6, 3), (8, 3), (8, 4), (12, 4)], 2))
+@pytest.mark.parametrize(
+    ("replicas", "count"), sample("bytes", [(4, 2), (8, 2), (6, 2), (6, 3), (8, 3), (8, 4), (12, 4)], 2)
+)
 def test_bytes_between_devices(fake, tmp_path, replicas, count):
     """(k + 1) N (P - 1) / P bytes leave a device whose block leaves k nodes of the tree: a ring's where k is 1.
 

@@ -388,7 +388,9 @@ class Watching:
 
     def __call__(self, report):
         gradients = {name: value.numpy().tobytes() for name, value in report.gradients.items()}
-        self.seen.append((report.step, report.loss, report.lr, report.grad_norm, report.samples, report.losses, gradients))
+        self.seen.append(
+            (report.step, report.loss, report.lr, report.grad_norm, report.samples, report.losses, gradients)
+        )
 
 
 def test_callbacks_named_losses_and_gradients():

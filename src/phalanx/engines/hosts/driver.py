@@ -152,7 +152,7 @@ def open_distributed(
     try:
         if world.size > definition.replicas:
             raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
-        framework = open_framework(definition, devices or ["cpu"], allow=allow, processes=world.size, apart=True)
+        framework = open_framework(definition, devices, allow=allow, processes=world.size, apart=True)
         named = framework.sharing.devices
         if len(named) > 1:
             raise UsageError(

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from phalanx.definition.data import Share
 from phalanx.engines.hosts.exchange import CHECK_STEPS, Across, Mask, Rendezvous, Summands
 from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.plan.fold import Placement, added, covers
@@ -60,16 +59,13 @@ class HostLink(ArenaLink):
         self._order_within = functools.cache(functools.partial(added, placement.replicas, plan.nodes))
         self._masks: list[Mask] = []
 
-    def begin(self, step: int, shares: Sequence[Share]) -> None:
-        super().begin(step, shares)
-        self._step = step
-
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         mine = super().all_gather(parts)[self._block.start : self._block.stop]
-        due = self._shard.weights if self._step % CHECK_STEPS == 0 else []
+        step = self._barrier.step
+        due = self._shard.weights if step % CHECK_STEPS == 0 else []
         checksum = int(np.array([weights.sum() for weights in due], np.int64).sum())  # modulo 2**64
         notes = [bytes(flags) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]
-        self.parts, self._masks, notes = self._across.tell(self._step, checksum, mine, self._host_masks(), notes)
+        self.parts, self._masks, notes = self._across.tell(step, checksum, mine, self._host_masks(), notes)
         for (*_, flags), note in zip(self._buffer_payload, notes, strict=True):
             flags[:] = note
         self._across.spread([list(itertools.compress(pieces, flags)) for *pieces, flags in self._buffer_payload])

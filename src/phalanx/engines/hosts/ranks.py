@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.engines.hosts.exchange import PATTERNS, Mask, Rendezvous, Run, fold_runs, stretches
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo
-from phalanx.errors import RunError, SeveredError
+from phalanx.errors import RunError, SeveredError, UsageError
 from phalanx.plan.fold import Node, added, remaining
 from phalanx.seams.records import Vector
 from phalanx.shared.layout import Spec
@@ -30,6 +30,7 @@ BACKENDS: Any = dist.Backend
 FILE: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
 BUCKET = 25 << 20  # bytes
 ALIGNED = 512  # bytes: kernels may compute otherwise at addresses that a gradient of torch's own would not have
+TRIED = 1 << 17  # numbers of 8 bytes that are sent when workers meet
 NOTICED_SECONDS = 5.0  # until somebody has seen that a worker is gone
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
 
@@ -92,8 +93,37 @@ class Transport:
                 self._group = Gloo(store, rank, size, seconds, interface).group
             else:
                 self._group = _created(name, store, rank, size, seconds)
+            self._compare(store, rank, size)
         except (SeveredError, RuntimeError) as error:
             self._lost(error)
+        self._try_out(rank, size)
+
+    def _compare(self, store: Any, rank: int, size: int) -> None:
+        """Refuse devices of several models: they choose kernels, and how these divide their work, by themselves."""
+        store.set(f"kind {rank}", description(self._device))
+        kinds = [store.get(f"kind {other}").decode() for other in range(size)]
+        for other, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise UsageError(
+                    f"worker {other} has another device than worker 0 ({kind}; {kinds[0]}), and kernels of different "
+                    "devices come to different bits; name devices of one model"
+                )
+
+    def _try_out(self, rank: int, size: int) -> None:
+        """See that bytes arrive: between devices whose direct access is broken, zeros come without an error."""
+        if self._on_host:
+            return
+        part = TRIED // size
+        mine = torch.arange(size * part, device=self._device).add_(rank * TRIED)
+        came = torch.empty_like(mine)
+        self.wait(self.all_to_all(came, mine, [part] * size, [part] * size))
+        rows = zip(came.view(size, part).cpu(), range(size), strict=True)
+        wrong = [other for row, other in rows if not torch.equal(row, torch.arange(part) + rank * part + other * TRIED)]
+        if wrong:
+            raise RunError(
+                f"what worker {wrong[0]} sent to {self._device} arrived with other bytes; copies between these devices "
+                "are broken (often by an IOMMU or PCIe ACS: see NCCL's troubleshooting page); set NCCL_P2P_DISABLE=1"
+            )
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, comes: list[int], goes: list[int]) -> Any:
         """Send ``goes[q]`` elements to each worker q, one after another; receive ``comes[q]`` from each."""
@@ -262,6 +292,19 @@ class Exchange:
         if room is None or room.numel() != size or room.dtype != dtype:
             room = self._rooms[name] = torch.zeros(size, dtype=dtype, device=self._device)
         return room
+
+
+def description(device: torch.device) -> str:
+    """What decides which kernels a device runs."""
+    if device.type == "cpu":
+        return "cpu"
+    module = torch.get_device_module(device)
+    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    units = getattr(properties, "multi_processor_count", "")
+    return (
+        f"{name} {units} {torch.version.cuda or torch.version.hip or ''} {torch.backends.cudnn.version() or ''}".strip()
+    )
 
 
 def connected(

@@ -16,7 +16,7 @@ from phalanx.engines.hosts.exchange import Rendezvous
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.hosts.ranks import Exchange, Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
-from phalanx.errors import Trouble
+from phalanx.errors import RunError, Trouble
 from phalanx.plan.fold import Fold, Placement
 from phalanx.plan.lifecycle import Phase
 from phalanx.seams import Framework
@@ -88,7 +88,14 @@ class RankLink(ArenaLink):
         if self._transport is not None:
             self._transport.settle()
         norm = self._framework.norm(gradient)
+        self._counters.sums[self._worker] = norm
         self._meet()
+        for worker, other in enumerate(self._counters.sums.tolist()):
+            if repr(other) != repr(norm):
+                raise RunError(
+                    f"the gradient that worker {worker} got has another norm ({other!r}) than that of worker "
+                    f"{self._worker} ({norm!r}): a device computes or copies wrongly; nothing was updated"
+                )
         return norm
 
     def commit(self, step: int, gradient: Vector | None) -> None:

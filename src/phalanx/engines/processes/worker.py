@@ -33,7 +33,7 @@ from phalanx.frameworks.registry import open_framework, starting
 from phalanx.plan import evaluation_key, share_bounds
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.seams import Framework
-from phalanx.seams.records import Weights
+from phalanx.seams.records import Todo, Weights
 from phalanx.shared.counters import BATCH, LEAVE, STEPS, Barrier
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.layout import Plan
@@ -178,10 +178,8 @@ class Worker:
     def _advance(self, shares: list[Share]) -> None:
         """One step."""
         t = self._step
-        started, lr, horizon = time.perf_counter(), self._framework.lr, self._counters.horizon
-        if self._counters.kind == STEPS:
-            next_one = self._definition, self._link.hosted, self._dealer.planned, t + 1, horizon
-            self._framework.following = functools.partial(following, *next_one)
+        started, lr = time.perf_counter(), self._framework.lr
+        self._framework.following = functools.partial(self._following, t + 1) if self._counters.kind == STEPS else None
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
         self._link.begin(t, shares)
@@ -218,6 +216,9 @@ class Worker:
         if not self._settled:
             self._settled = True
             give_back()  # optimizer state as the first update made it
+
+    def _following(self, step: int) -> list[Todo]:
+        return following(self._definition, self._link.hosted, self._dealer.planned, step, self._counters.horizon)
 
     def _announce(self, t: int, done: Proposal, lr: float, samples: int, started: float) -> None:
         """Write the report before the step is finished. Only the first worker can, and it may die after that."""

@@ -39,7 +39,8 @@ class JaxRecord(Record):
                 f"devices is {list(made.devices)}, but of several processes each drives one jax device in this "
                 "version; use one process for all of them, or leave devices out"
             )
-        return _adapter().Jax(made.definition, made.devices, made.model)
+        devices = made.devices or (["cpu"] if made.processes > 1 else [])
+        return _adapter().Jax(made.definition, devices, made.model)
 
     def factory(self, make_model: Callable[..., Any], seed: int) -> Callable[[], Any]:
         """With a key for its random numbers."""

@@ -21,6 +21,12 @@ from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.seams import Arithmetic
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
 
+ALIGNED = 16  # bytes
+INSTEAD = {  # of operations that common models use
+    "adaptive_avg_pool2d": "use AvgPool2d, or pool to one element",
+    "nll_loss2d": "flatten what cross_entropy gets to two dimensions, and its target to one",
+}
+
 
 class TorchDevice(Torch):
     """Implements ``seams.Framework`` for PyTorch on an accelerator.
@@ -100,16 +106,25 @@ class TorchDevice(Torch):
             if "does not have a deterministic implementation" not in str(error):
                 raise
             name = str(error).split(" does not have")[0]
+            instead = next((way for part, way in INSTEAD.items() if part in name), "use another operation")
             raise UsageError(
-                f"{name} has no deterministic kernel on {self._device}, so equal bits cannot be promised; use another "
-                "operation, or give the promise up: nondeterministic='allow'"
+                f"{name} has no deterministic kernel on {self._device}, so equal bits cannot be promised; {instead}, "
+                "or give the promise up: nondeterministic='allow'"
             ) from error
 
 
 def _weighted(computed: Computed) -> Computed:
-    """What a replica computed, with its weight read; at weight 0 the gradient is dropped."""
+    """What a replica computed, with its weight read; at weight 0 the gradient is dropped.
+
+    The norm's kernel adds in another order where memory begins at an odd address, as views may. A gradient that has
+    travelled never does, so those that stay must not either.
+    """
     if isinstance(computed.weight, Unread):
         computed.weight = computed.weight.read()
         if computed.weight == 0:
             computed.gradient = None
+    if computed.gradient is not None:
+        computed.gradient = [
+            entry if entry is None or entry.data_ptr() % ALIGNED == 0 else entry.clone() for entry in computed.gradient
+        ]
     return computed

@@ -211,11 +211,11 @@ def _spec(leaf: torch.Tensor) -> Spec:
 
 
 def on_device(value: Any, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
-    """State of a parameter on its device, whichever it was on; a step counter where torch's own loading puts it."""
+    """State of a parameter on its device, whichever it was on; numbers that torch keeps on the host stay there."""
     if parameter.device.type == "cpu" or not isinstance(value, Mapping):
         return value
     group = next(group for group in optimizer.param_groups if any(item is parameter for item in group["params"]))
-    stays = () if group.get("fused") or group.get("capturable") else ("step",)
+    stays = () if group.get("fused") or group.get("capturable") else ("step", "mu_product")
     return {
         key: item.to(parameter.device) if isinstance(item, torch.Tensor) and key not in stays else item
         for key, item in value.items()

@@ -54,6 +54,8 @@ class TorchRecord(Record):
         """On the CPU, or on an accelerator; several devices are those of workers, and the state here is on the CPU."""
         definition, model, devices, allow, processes, apart = made
         home = next(checked_new(model).parameters()).device
+        if processes > 1:
+            devices = accelerators.chosen(devices, home)
         resolved = accelerators.found(devices, definition.replicas // processes, home)
         accelerated = resolved[0].type != "cpu"
         if len(resolved) > 1 or (accelerated and apart):

@@ -105,7 +105,8 @@ def _taken(tensor: torch.Tensor, *, copy: bool) -> Tensor:
     if _name(tensor.dtype) not in CODES:
         raise UsageError(f"a tensor of the model is {tensor.dtype}, which no snapshot can hold; train without run_dir")
     content: Any = bytes_of(tensor.detach().cpu()).numpy()
-    return Tensor(_name(tensor.dtype), tuple(tensor.shape), content.copy() if copy else content)
+    own = tensor.device.type != "cpu"  # what came from a device is in memory of its own already
+    return Tensor(_name(tensor.dtype), tuple(tensor.shape), content.copy() if copy and not own else content)
 
 
 def stored(leaf: Any) -> Tensor | None:
