@@ -80,24 +80,23 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 class Deterministic(contextlib.AbstractContextManager[None]):
-    """Inside, kernels are deterministic, and none is chosen by timing. Outside, the caller's settings hold.
+    """Inside, a device is the current one, its kernels are deterministic, and none is chosen by timing.
 
     Parameters
     ----------
-    devices : sequence of torch.device
-        Of one kind.
+    device : torch.device
+        An accelerator.
     allow : bool
         Whether operations without a deterministic kernel are allowed.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, allow: bool) -> None:
-        self._accelerated = devices[0].type != "cpu"
-        self._allow = allow
-        prepare([devices[0].type], allow=allow)
+    def __init__(self, device: torch.device, *, allow: bool) -> None:
+        self._device, self._allow = device, allow
+        prepare([device.type], allow=allow)
 
     def __enter__(self) -> None:
-        if not self._accelerated:
-            return
+        self._current = current(self._device)
+        self._current.__enter__()
         self._flags = CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory
         self._mode = torch.get_deterministic_debug_mode()
         CUDNN.benchmark, CUDNN.deterministic = False, True
@@ -106,9 +105,9 @@ class Deterministic(contextlib.AbstractContextManager[None]):
         torch.use_deterministic_algorithms(not self._allow)
 
     def __exit__(self, *_: object) -> None:
-        if self._accelerated:
-            torch.use_deterministic_algorithms(self._mode > 0, warn_only=self._mode == 1)
-            CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory = self._flags
+        torch.use_deterministic_algorithms(self._mode > 0, warn_only=self._mode == 1)
+        CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory = self._flags
+        self._current.__exit__(None, None, None)
 
 
 def set_workspace() -> None:
@@ -125,7 +124,7 @@ def set_workspace() -> None:
     if not torch.cuda.is_initialized():
         return
     try:
-        with Deterministic([torch.device("cuda")], allow=False):
+        with Deterministic(torch.device("cuda", torch.cuda.current_device()), allow=False):
             torch.zeros(16, 16, device="cuda").mm(torch.zeros(16, 16, device="cuda"))
     except RuntimeError as error:
         del os.environ[WORKSPACE]

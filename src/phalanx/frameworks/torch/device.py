@@ -44,7 +44,7 @@ class TorchDevice(Torch):
     def __init__(self, definition: Definition, model: torch.nn.Module, device: torch.device, *, allow: bool) -> None:
         self.arithmetic: Arithmetic = DeviceArithmetic()
         self._device, self._of_workers = device, ()
-        kernels = accelerators.Deterministic([device], allow=allow)
+        kernels = accelerators.Deterministic(device, allow=allow)
         with self._surrounded(definition, kernels), accelerators.watched([device]):
             self._build(definition, checked(model), movable=False)
 
@@ -80,7 +80,7 @@ class TorchDevice(Torch):
         self._feed.forget()
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
-        with accelerators.watched([self._device]), accelerators.current(self._device):
+        with accelerators.watched([self._device]):
             begun = super().measure(metrics, key, share, weights)
 
         def read() -> object:
@@ -100,7 +100,7 @@ class TorchDevice(Torch):
     def _begun(self, todo: Todo, watch: Watch | None) -> Computed:
         """Give the device a replica to compute; runs user code."""
         try:
-            with accelerators.watched([self._device]), accelerators.current(self._device):
+            with accelerators.watched([self._device]):
                 return self._lane.gradient(todo) if watch is None else self._lane.watched(todo, watch)
         except RuntimeError as error:
             if "does not have a deterministic implementation" not in str(error):
