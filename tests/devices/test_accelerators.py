@@ -221,6 +221,35 @@ def test_faults_are_seen(fake, fault):
         assert trained(faulty, 3) != trained(recipe, 1)
 
 
+def of_several_models(patch):
+    """The second device says that it is another."""
+    patch.setattr(torch.fake, "get_device_name", lambda device=None: "newer" if str(device) == "fake:1" else "older")
+
+
+def zeros_arrive(patch):
+    """Copies between devices write nothing, and say so to nobody."""
+
+    def alltoall_base(own, came, *_):
+        came.zero_()
+        return Done()
+
+    patch.setattr("tests.accelerator.ccl.Collectives.alltoall_base", alltoall_base)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        (of_several_models, phalanx.UsageError, r"worker 1 has another device than worker 0 \(newer.*; older"),
+        (zeros_arrive, phalanx.RunError, "arrived with other bytes"),
+    ],
+)
+def test_devices_that_do_not_go_together(fake, fault, error, message):
+    """Devices of several models, and links that lose what is sent, are found before the first update."""
+    recipe = dataclasses.replace(noisy(), make_model=Planted(dropping, fault))
+    with pytest.raises(error, match=message):
+        trained(recipe, 2)
+
+
 def exchanged():
     from tests.accelerator import ccl
 
