@@ -3,6 +3,7 @@
 One is driven by this process, several by a worker each.
 """
 
+import ast
 import dataclasses
 import functools
 import os
@@ -101,7 +102,7 @@ def test_any_number_of_devices(fake, name):
 
 
 def used():
-    """This process, and between which places it copied."""
+    """The process, and between which places it copied."""
     return os.getpid(), sorted({place for pair in torch.fake.counts() for place in pair.split(">")})
 
 
@@ -109,7 +110,7 @@ def test_each_worker_computes_on_its_own_device(fake, tmp_path):
     """Every device is used by one process, which is not the caller's, and uses no other device."""
     recipe = MLP.recipe(6, steps=3, loss_fn=Noting(tmp_path, used))
     assert trained(recipe, 3) == trained(MLP.recipe(6, steps=3), 1)
-    noted = {device: [eval(line) for line in lines] for device, lines in notes(tmp_path).items()}
+    noted = {device: [ast.literal_eval(line) for line in lines] for device, lines in notes(tmp_path).items()}
     assert noted.keys() == set(named(3))
     pids = {pid for lines in noted.values() for pid, _ in lines}
     assert len(pids - {os.getpid()}) == 3
@@ -215,7 +216,7 @@ def test_faults_are_seen(fake, fault):
     assert trained(recipe, 3) == trained(recipe, 1)
     faulty = dataclasses.replace(recipe, make_model=Planted(recipe.make_model, fault))
     if fault in RACES:
-        with pytest.raises((phalanx.PhalanxError, RuntimeError), match="race|overwritten"):
+        with pytest.raises((phalanx.PhalanxError, RuntimeError), match=r"race|overwritten"):
             trained(faulty, 3)
     else:
         assert trained(faulty, 3) != trained(recipe, 1)
@@ -495,14 +496,15 @@ def test_a_lost_device(fake, tmp_path, how, count):
     """The error names it; a run_dir goes on from the newest snapshot on the devices that are left."""
     wanted, device = trained(deep_recipe(4), 1), f"fake:{count - 1}"
     recipe, folder = deep_recipe(4, loss_fn=Failing(tmp_path, device, 2, how)), tmp_path / "run"
-    with recipe.start(devices=named(count), run_dir=folder, snapshot_every=1) as run:
-        with pytest.raises(phalanx.RunError, match=f"{device} failed"):
-            run.finish()
+    with pytest.raises(phalanx.RunError, match=f"{device} failed"):
+        recipe.train(devices=named(count), run_dir=folder, snapshot_every=1)
     fake.reset()
     assert trained(recipe, 2, run_dir=folder) == wanted
 
 
 class Summing(nn.Linear):
+    """Uses an operation without a deterministic kernel."""
+
     def forward(self, x):
         return super().forward(x).cumsum(0)
 
