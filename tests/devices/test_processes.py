@@ -99,7 +99,7 @@ tried(lambda: family.recipe(4).train(devices=device if rank else "cpu", deadline
 """
     )
     for told in found:
-        assert all("devices names 2 devices in each of 2 processes; start a process for each" in one for one in told[:2])
+        assert all("devices names 2 devices in each of 2 processes; start a process" in one for one in told[:2])
         assert "Error" in told[2]
         assert "fake" in told[2]
 

@@ -24,6 +24,7 @@ from tests.by_hand import answer
 from tests.devices.planting import Planted
 from tests.engines.deaths import PLACES, Trapped, hunted, sprung
 from tests.families import ADAMW, DATA, FAMILIES, OPTIMIZERS, SCHEDULERS, Elsewhere, conv_norm, terms
+from tests.proof.faults import flip
 from tests.sampling import cover, generator, sample
 
 MLP = FAMILIES["mlp"]
@@ -557,6 +558,29 @@ def test_faults_are_seen(fault):
     assert trained(faulty, count) != wanted
 
 
+def other_bits_on_one(patch):
+    """The last worker gets one bit of the mean wrong."""
+    total = ranks.Exchange.total
+
+    def flipped(own, *facts):
+        mean = total(own, *facts)
+        if own._rank == 2:  # planted
+            flip(mean[0])
+        return mean
+
+    patch.setattr(ranks.Exchange, "total", flipped)
+
+
+def test_a_mean_that_is_not_everybody_s():
+    """Copies of the state would part unseen; the norm shows it before the update."""
+    recipe = dataclasses.replace(MLP.recipe(4), make_model=Planted(MLP.make_model, other_bits_on_one))
+    with recipe.start(devices=["cpu"] * 3) as run:
+        with pytest.raises(phalanx.RunError, match="has another norm"):
+            run.finish()
+        assert run.steps == 0
+    assert trained(MLP.recipe(4), 3) == trained(MLP.recipe(4), 1)
+
+
 @pytest.mark.parametrize("replicas", [4, 7])
 def test_many_small_buckets(replicas):
     """Gradients that travel in a bucket each come to the same bits."""
@@ -609,6 +633,35 @@ def test_all_workers(tmp_path, wanted, place):
         make_model = Trapped(make_model, tmp_path, number, 4, place)
     assert trained(norm_recipe(make_model), 2) == wanted
     assert sprung(tmp_path) >= 1
+
+
+def saving_each_step(patch):
+    """No fault: a snapshot in memory is due before every step."""
+    patch.setattr("phalanx.engines.processes.worker.next_snapshot", lambda t, *_, **__: t + 1)
+
+
+@pytest.mark.parametrize("place", ["UPDATED", "COMPUTING"])
+def test_all_workers_before_a_snapshot_that_is_due(tmp_path, place):
+    """One that was announced, and not begun when all ended, is not gone back to; one that all have finished is."""
+    make_model = MLP.make_model
+    for number in (0, 1):
+        make_model = Trapped(make_model, tmp_path, number, 4, place)
+    recipe = MLP.recipe(4, steps=8, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    faulty = dataclasses.replace(recipe, make_model=Planted(make_model, saving_each_step))
+    assert trained(faulty, 2) == trained(recipe, 1)
+    assert sprung(tmp_path) == 2
+
+
+def test_all_workers_while_the_snapshot_is_taken(tmp_path):
+    """There is one snapshot in memory; if all end while it is written, the run ends, and a run_dir goes on."""
+    make_model = MLP.make_model
+    for number in (0, 1):
+        make_model = Trapped(make_model, tmp_path, number, 4, "SAVING")
+    recipe = MLP.recipe(4, steps=8, make_model=Planted(make_model, saving_each_step))
+    folder = tmp_path / "run"
+    with pytest.raises(phalanx.RunError, match="while their state was being copied"):
+        trained(recipe, 2, run_dir=folder, snapshot_every=1)
+    assert trained(recipe, 2, run_dir=folder) == trained(MLP.recipe(4, steps=8), 1)
 
 
 @pytest.mark.parametrize("whom", ["the source", "another"])

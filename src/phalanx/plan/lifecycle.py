@@ -247,7 +247,8 @@ def decide(run: Situation) -> Decision:
     if action is Action.TAKE_BACK and run.lost and run.saving:
         return Decision(Action.LOSE, verdict.step)
     if action is Action.TAKE_BACK:
-        return Decision(action, verdict.step, newest_whole(run.due, run.kept, verdict.step))
+        begun = max(run.progress).step  # of copies that are all gone, the verdict is a step that nobody began
+        return Decision(action, verdict.step, newest_whole(run.due, run.kept, begun))
     if action is Action.GO_BACK and run.repair is not None:
         return Decision(action, verdict.step, run.repair.step)
     return Decision(action, verdict.step)

@@ -345,9 +345,9 @@ class Mirror:
 
     def load(self, worker: int = 0, layout: Any = None) -> None:
         """Take the arrays that lie in the arena; optimizer state from the places of a worker, in a snapshot or not."""
-        rows = (layout or self._layout).state
+        rows, present = (layout or self._layout).state, (layout or self._layout).present
         self._own.take_arrays(self._weights(), self._starts())
-        there = [piece for piece in range(len(rows[worker])) if self._arena[self._layout.present + piece]]
+        there = [piece for piece in range(len(rows[worker])) if self._arena[present + piece]]
         self._own.adopt({piece: self._piece(piece, rows[worker][piece]) for piece in there})
 
     def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -102,12 +103,20 @@ class Deterministic(contextlib.AbstractContextManager[None]):
         CUDNN.benchmark, CUDNN.deterministic = False, True
         if not self._mode:
             FILLING.fill_uninitialized_memory = False  # torch's own check: it writes all new memory once more
-        torch.use_deterministic_algorithms(not self._allow)
+        _be_deterministic(not self._allow)
 
     def __exit__(self, *_: object) -> None:
-        torch.use_deterministic_algorithms(self._mode > 0, warn_only=self._mode == 1)
+        _be_deterministic(self._mode > 0, warn_only=self._mode == 1)
         CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory = self._flags
         self._current.__exit__(None, None, None)
+
+
+def _be_deterministic(on: bool, *, warn_only: bool = False) -> None:
+    """As ``torch.use_deterministic_algorithms``, which imports the compiler; that takes a second in each worker."""
+    if "torch._dynamo" in sys.modules:  # something is compiled, or will be
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    else:
+        torch._C._set_deterministic_algorithms(on, warn_only=warn_only)
 
 
 def set_workspace() -> None:
