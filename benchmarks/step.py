@@ -49,7 +49,7 @@ written). The limit is the sum of both. What fits in the caches costs less than 
 Facts = dict[str, list[dict]]
 
 
-def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
+def phalanx_facts(case: models.Case, replicas: int, workers: int, devices: int = 0) -> dict:
     """A whole run: seconds a step after the warm steps, digest, and seconds a step in each phase, mean of workers."""
     import phalanx
 
@@ -57,7 +57,8 @@ def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
         case.make_model, (case.x, case.y), case.loss_fn, replicas=replicas, batch_size=case.batch_size,
         steps=case.warm_up + case.steps, optimizer=models.OPTIMIZER, precision=case.precision,
     )  # fmt: skip
-    with recipe.start(workers=workers, engine="inline" if workers == 1 else "processes", progress=False) as run:
+    where = {"workers": workers, "engine": "inline" if workers == 1 else "processes"}
+    with recipe.start(**({"devices": ["cpu"] * devices} if devices else where), progress=False) as run:
         for _ in itertools.islice(run, case.warm_up):
             pass
         began = time.perf_counter()
@@ -71,8 +72,8 @@ def phalanx_facts(case: models.Case, replicas: int, workers: int) -> dict:
 
 
 def measure(column: str, case: models.Case) -> dict:
-    """Facts of one column, in this process. `W=2` has as many replicas as workers, `R=8` one worker."""
-    numbers = {letter: int(number) for letter, number in re.findall(r"([RW])=(\d+)", column)}
+    """Facts of one column, in this process. `W=2` has as many replicas as workers, `R=8` one worker, `P=2` devices."""
+    numbers = {letter: int(number) for letter, number in re.findall(r"([RWP])=(\d+)", column)}
     if column == "copy":
         return peers.copying()
     if column in PLAIN:
@@ -81,8 +82,8 @@ def measure(column: str, case: models.Case) -> dict:
         return peers.ddp(case, numbers["W"])
     if column.startswith("compute"):
         return peers.compute(case, numbers["W"])
-    workers = numbers.get("W", 1)
-    return phalanx_facts(case, numbers.get("R", workers), workers)
+    workers, devices = numbers.get("W", 1), numbers.get("P", 0)
+    return phalanx_facts(case, numbers.get("R", devices or workers), workers, devices)
 
 
 def measured_apart(column: str, model: str, *more: str, quick: bool, script: str = __file__) -> dict:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from phalanx.definition import checks, generators
-from phalanx.definition.data import Share, spelled
+from phalanx.definition.data import Columns, Share, spelled
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
@@ -225,6 +225,16 @@ def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequen
         Todo(replica, replica_key(seed, step, replica, count, phase), shares[replica], weights[replica], phase)
         for replica in replicas
     ]
+
+
+def following(
+    definition: Definition, hosted: Sequence[int], planned: Callable[[int], Sequence[Share]], t: int, horizon: int
+) -> list[Todo]:
+    """What step ``t`` will compute, unless the data may change before it. Only columns are watched for changes."""
+    if t >= (definition.updates or 0) or (t >= horizon and not isinstance(definition.source, Columns)):
+        return []
+    shares = planned(t)
+    return todo(definition, t, [replica for replica in hosted if len(shares[replica].samples)], shares)
 
 
 def compute(computing: Iterator[Computed], moment: Moment, replica: int, share: Share) -> Computed:

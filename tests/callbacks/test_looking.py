@@ -227,7 +227,7 @@ class Replacing(torch.optim.SGD):
 
 
 def test_on_several_devices_it_is_the_same():
-    """Two lanes in one process: changes are refused, looks are not."""
+    """Two workers with a copy of the state each: changes are refused, looks are not."""
     options = {"devices": ["cpu", "cpu"]}
     assert train(options, look, "loop").digest == recipe().train(engine="inline").digest
     with pytest.raises(phalanx.UsageError, match="frozen or thawed"):

@@ -34,7 +34,7 @@ class Kit:
     metric : callable
         ``metric(output, target)``: a mean and its weight.
     spread : callable
-        ``spread(count)``: options with which so many compute at a time: worker processes, or devices of this process.
+        ``spread(count)``: options with which so many compute at a time: worker processes, or devices.
     defaults : callable
         ``defaults(replicas)``: what a recipe is given that does not say otherwise.
     """

@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import phalanx
-from phalanx.frameworks.torch import lanes
 from phalanx.proof.check import DIFFERENT, SAME, UNKNOWN, check, circumstances, verdict
 from tests import accelerator
-from tests.families import FAMILIES
+from tests.devices.planting import Planted
+from tests.devices.test_ranks import in_order_of_arrival
+from tests.families import FAMILIES, terms
 
 RECIPE = """
 import torch, phalanx
@@ -36,13 +38,19 @@ def test_the_table(tmp_path):
     assert "torch" in told["circumstances"]
 
 
-def test_other_digests_are_told(monkeypatch):
-    """Parameters that do not reach the other devices make the digests differ: exit status 1."""
-    monkeypatch.setattr(lanes.Exchange, "spread", lambda *_: None)
-    rows = list(check(FAMILIES["mlp"].recipe(4), None, ["cpu", "cpu"], 3))
+def test_other_digests_are_told():
+    """Sums in another order between devices make the digests differ: exit status 1."""
+    job = terms(6)
+    job = dataclasses.replace(job, make_model=Planted(job.make_model, in_order_of_arrival))
+    rows = list(check(job, None, ["cpu", "cpu"], 3))
     assert [row.same for row in rows] == [True, True, False]
     assert "done in this process and done on 2 devices differ first in step " in rows[-1].told
     assert verdict(rows) == DIFFERENT
+
+
+def nondeterministic(patch):
+    """No fault: an operation says that it has no deterministic kernel."""
+    torch.fake.set_nondeterministic("aten::mm")
 
 
 @pytest.mark.accelerator
@@ -50,7 +58,10 @@ def test_an_operation_without_a_deterministic_kernel():
     """It is told of, and nothing is called the same: exit status 2."""
     fake = accelerator.accelerator()
     fake.set_nondeterministic("aten::mm")
-    rows = list(check(FAMILIES["mlp"].recipe(4), None, ["fake:0", "fake:1"], 3))
+    job = FAMILIES["mlp"].recipe(4)
+    job = dataclasses.replace(job, make_model=Planted(job.make_model, nondeterministic))
+    rows = list(check(job, None, ["fake:0", "fake:1"], 3))
+    assert len(rows) == 3
     assert all("deterministic" in row.told and row.digest is None for row in rows)
     assert verdict(rows) == UNKNOWN
 

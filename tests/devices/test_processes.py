@@ -1,83 +1,203 @@
-"""Several processes that each drive devices of their own end in the digest of one process with one device."""
+"""Processes of a launcher, which each drive one device, end in the digest of one process; so do those on CPUs."""
+
+import dataclasses
+import json
+import subprocess
 
 import pytest
 
 from tests import accelerator
 from tests.by_hand import answer
-from tests.families import FAMILIES, OPTIMIZERS
-from tests.hosts.worlds import world
+from tests.families import FAMILIES, OPTIMIZERS, terms
+from tests.hosts.worlds import BEGIN, END, ended, started, world
 
-PROGRAM = """
-from tests.families import FAMILIES, OPTIMIZERS
-family = FAMILIES[{family!r}]
-options = dict(devices=["cpu"] * {devices}, deadline_seconds=30)
-recipe = family.recipe({replicas}, optimizer=OPTIMIZERS["adamw"], max_norm=0.1, batch_size=13)
-tried(lambda: (lambda result: (result.digest, result.loss_history))(recipe.train(**options)))
-"""
-
-
-@pytest.mark.longest
-@pytest.mark.parametrize(
-    ("family", "replicas", "devices"), [("mlp", 4, 2), ("conv_norm", 6, 2), ("partly_unused", 5, 2), ("mlp", 7, 3)]
-)
-def test_two_processes(family, replicas, devices):
-    """Blocks of one node of the tree or of several, gradients that are absent, buffers: the bits of one process."""
-    found = world(PROGRAM.format(family=family, replicas=replicas, devices=devices))
-    recipe = FAMILIES[family].recipe(replicas, optimizer=OPTIMIZERS["adamw"], max_norm=0.1, batch_size=13)
-    digest, losses = answer(recipe)
-    assert [[tuple(one) for one in told] for told in found] == [[(digest, losses)]] * 2
-
-
-@pytest.mark.long
-@pytest.mark.accelerator
-def test_a_device_for_each_process():
-    """Torchrun's way: each process drives the accelerator with its LOCAL_RANK, or one process drives two."""
-    accelerator.accelerator()
-    program = """
+FAKE = """
 from tests import accelerator
 accelerator.accelerator()
+accelerator.accelerators.MENTIONED.add("local")
 os.environ["LOCAL_RANK"] = str(rank)
-for devices in ("local", ["fake:0", "fake:1"]):
-    tried(lambda: family.recipe(4).train(devices=devices, deadline_seconds=30).digest)
+device = [f"fake:{rank}"]
 """
-    wanted = [FAMILIES["mlp"].recipe(4).train(devices=names).digest for names in (["fake:0"], ["fake:0", "fake:1"])]
-    assert wanted[0] == wanted[1]
-    assert world(program) == [wanted, wanted]
+
+
+@pytest.fixture
+def fake():
+    """The device module, as after loading."""
+    return accelerator.accelerator()
+
+
+def wanted(family, replicas, **changes):
+    digest, losses = answer(FAMILIES[family].recipe(replicas, **changes))
+    return [digest, losses]
 
 
 @pytest.mark.longest
-def test_what_one_process_raises_ends_all():
-    """The error of user code reaches its own process, and the others hear who left and why."""
+@pytest.mark.accelerator
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_device_for_each_process(fake, size):
+    """Named, as the launcher's, or by its kind: blocks of several sums, absent gradients and buffers end as in one."""
+    given = {"optimizer": OPTIMIZERS["adamw"], "max_norm": 0.1, "batch_size": 13}
+    cases = [("mlp", 4), ("conv_norm", 6), ("partly_unused", 5), ("mlp", 7)]
+    found = world(
+        FAKE
+        + f"""
+from tests.families import OPTIMIZERS
+for name, replicas in {cases}:
+    recipe = FAMILIES[name].recipe(replicas, optimizer=OPTIMIZERS["adamw"], max_norm=0.1, batch_size=13)
+    for devices in (device, "local", "fake") if (name, replicas) == ("mlp", 4) else (device,):
+        def trained():
+            result = recipe.train(devices=devices, deadline_seconds=30)
+            return [result.digest, result.loss_history]
+        tried(trained)
+""",
+        size,
+    )
+    alone = [FAMILIES[name].recipe(replicas, **given).train(devices="fake:0") for name, replicas in cases]
+    assert found == [[[result.digest, result.loss_history] for result in [alone[0]] * 2 + alone]] * size
+
+
+@pytest.mark.longest
+@pytest.mark.accelerator
+def test_between_steps_on_devices(fake):
+    """Evaluations, brought batches and weights between steps are those of one process, in all of them."""
+    program = """
+def look(**options):
+    x, y = FAMILIES["conv_norm"].data
+    with FAMILIES["conv_norm"].recipe(4, steps=3).start(**options) as run:
+        seen = [next(run).loss, run.step((x[:9], y[:9])), next(run).grad_norm]
+        seen.append(run.evaluate(torch.nn.functional.cross_entropy, (x, y), batch_size=7))
+        return [*seen, run.result().digest]
+"""
+    names = {}
+    exec("import torch\nfrom tests.families import FAMILIES\n" + program, names)
+    found = world(FAKE + program + "tried(lambda: look(devices=device, deadline_seconds=30))")
+    alone = json.loads(json.dumps(names["look"](devices="fake:0")))
+    assert found == [[alone], [alone]]
+
+
+@pytest.mark.longest
+def test_the_cpu_means_workers():
+    """In a world, processes on the CPU have workers as they had without naming it, to the bits of one process."""
     found = world("""
+for given in ({"devices": "cpu"}, {"devices": ["cpu"], "workers": 4}, {"workers": 2}):
+    tried(lambda: (lambda result: [result.digest, result.loss_history])(
+        family.recipe(4).train(deadline_seconds=30, **given)))
+""")
+    assert found == [[wanted("mlp", 4)] * 3] * 2
+
+
+@pytest.mark.longest
+@pytest.mark.accelerator
+def test_several_devices_in_a_process_are_refused(fake):
+    """A sentence says how to start a process for each; so it does for several CPUs."""
+    found = world(
+        FAKE
+        + """
+for devices in (["fake:0", "fake:1"], ["cpu", "cpu"]):
+    tried(lambda: family.recipe(4).train(devices=devices, deadline_seconds=20).digest)
+tried(lambda: family.recipe(4).train(devices=device if rank else "cpu", deadline_seconds=20).digest)
+"""
+    )
+    for told in found:
+        assert all("devices names 2 devices in each of 2 processes; start a process" in one for one in told[:2])
+        assert "Error" in told[2]
+        assert "fake" in told[2]
+
+
+@pytest.mark.longest
+@pytest.mark.accelerator
+def test_what_one_process_raises_ends_all(fake):
+    """The error of user code reaches its own process, and the others hear who left and why."""
+    found = world(
+        FAKE
+        + """
 def loss(output, target):
     if rank == 1:
         raise KeyError("seven")
     return family.loss_fn(output, target)
-tried(lambda: family.recipe(4, loss_fn=loss).train(devices=["cpu", "cpu"], deadline_seconds=20).digest)
-""")
+tried(lambda: family.recipe(4, loss_fn=loss).train(devices=device, deadline_seconds=20).digest)
+"""
+    )
     assert "KeyError in user code at step 0, replica 2" in found[1][0]
     assert "process 1" in found[0][0]
     assert "KeyError" in found[0][0]
 
 
 @pytest.mark.longest
-def test_resumed_by_one_process(tmp_path):
-    """What two processes with two devices each began, one goes on with, to the digest of one that never stopped."""
-    program = f"""
-tried(lambda: family.recipe(4, steps=3).train(devices=["cpu", "cpu"], run_dir={str(tmp_path)!r}).steps)
+@pytest.mark.accelerator
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_kill_ends_the_world(fake, tmp_path, whole):
+    """A worker that is killed, or its process: the others end soon, and say who left; a run_dir goes on."""
+    recipe = f"""
+family = dataclasses.replace(FAMILIES["conv_norm"], steps=300)
+def finish():
+    for report in run:
+        if rank == 1 and report.step == 30:
+            os.kill(os.getpid() if {whole} else run.worker_pids[0], 9)
+with family.recipe(4).start(
+    devices=device, deadline_seconds=20, run_dir={str(tmp_path)!r}, snapshot_every=20
+) as run:
+    tried(finish)
 """
-    assert world(program) == [[3], [3]]
-    recipe = FAMILIES["mlp"].recipe(4, steps=6)
-    assert recipe.train(devices=["cpu"] * 3, run_dir=tmp_path).digest == answer(recipe)[0]
+    processes = started(BEGIN + FAKE + recipe + END, 3, {}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        found = [process.communicate(timeout=100) for process in processes]
+    finally:
+        ended(processes)
+    survivors = [0, 2] if whole else [0, 1, 2]
+    for number in survivors:
+        assert processes[number].returncode == 0, found[number]
+        told = json.loads(found[number][0].splitlines()[-1])[0]
+        assert "process 1" in told or (number == 1 and "was killed by SIGKILL" in told), told
+    again = dataclasses.replace(FAMILIES["conv_norm"], steps=300).recipe(4)
+    assert again.train(devices="fake:0", run_dir=tmp_path).digest == again.train(devices="fake:0").digest
 
 
 @pytest.mark.longest
-def test_a_sum_that_is_not_exchanged_is_seen():
-    """These tests can fail: with the sum of its own block alone, each process ends in another digest."""
-    found = world("""
-from phalanx.engines.hosts.link import HostLaneLink
-HostLaneLink.mean = lambda link, weight: link._framework.arithmetic.divide(link.sums()[0], weight)  # planted
-tried(lambda: family.recipe(4).train(devices=["cpu", "cpu"], deadline_seconds=20).digest)
-""")
-    wanted = answer(FAMILIES["mlp"].recipe(4))[0]
-    assert all(told != [wanted] for told in found)
+@pytest.mark.accelerator
+def test_resumed_by_one_process(fake, tmp_path):
+    """What two processes with a device each began, one with three devices goes on with."""
+    program = f"tried(lambda: family.recipe(4, steps=3).train(devices=device, run_dir={str(tmp_path)!r}).steps)"
+    assert world(FAKE + program) == [[3], [3]]
+    recipe = FAMILIES["mlp"].recipe(4, steps=6)
+    devices = [f"fake:{number}" for number in range(3)]
+    assert recipe.train(devices=devices, run_dir=tmp_path).digest == recipe.train(devices="fake:0").digest
+
+
+@pytest.mark.longest
+@pytest.mark.accelerator
+def test_faults_are_seen(fake):
+    """These tests can fail: sums in another order end in another digest, and one process's own sum is found."""
+    found = world(
+        FAKE
+        + """
+from tests.families import terms
+from tests.devices.planting import Planted
+from tests.devices.test_processes import in_order_of_arrival, own_sum_alone
+for plant in (None, in_order_of_arrival, own_sum_alone):
+    recipe = terms(6)
+    make_model = recipe.make_model if plant is None else Planted(recipe.make_model, plant)
+    tried(lambda: dataclasses.replace(recipe, make_model=make_model).train(devices=device, deadline_seconds=20).digest)
+"""
+    )
+    right = terms(6).train(devices="fake:0").digest
+    assert [told[0] for told in found] == [right, right]
+    assert all(told[1] != right for told in found)
+    assert all(told[2] != right for told in found)
+
+
+def in_order_of_arrival(patch):
+    """Additions from the last to the first."""
+    from phalanx.engines.hosts import ranks
+
+    patch.setattr(ranks, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
+
+
+def own_sum_alone(patch):
+    """The mean of this process's replicas is taken for that of all."""
+    from phalanx.engines.processes.ranks import HostRankLink
+
+    def mean(link, weight):
+        return link._framework.arithmetic.divide(link._sums.partials()[0].value, weight)  # planted
+
+    patch.setattr(HostRankLink, "mean", mean)

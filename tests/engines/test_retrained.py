@@ -280,7 +280,7 @@ def test_moving_to_workers_and_back(monkeypatch):
 @pytest.mark.long
 def test_several_devices():
     """Each device of a process freezes its own copy."""
-    with over().start(engine="inline", devices=["cpu", "cpu"]) as run:
+    with over().start(devices=["cpu", "cpu"]) as run:
         assert_same(finished(run), expected())
 
 

@@ -53,8 +53,9 @@ class Framework:
     def open(self, layout, arena, worker):
         return self
 
-    def weights(self):
-        return [value.view(np.uint8) for value in self.values]
+    def weights(self, numbers=None):
+        chosen = range(len(self.values)) if numbers is None else numbers
+        return [self.values[number].view(np.uint8) for number in chosen]
 
     def take_arrays(self, weights, buffers):
         self.values = [content.copy().view(np.float64) for content in weights]

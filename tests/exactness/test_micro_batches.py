@@ -115,7 +115,7 @@ def test_a_part_in_which_nothing_counts():
 
 
 def test_devices():
-    """Several devices of one process have the bits of one, though losses are not read before all have work."""
+    """Several devices have the bits of one, though losses are not read before all have work."""
     recipe = FAMILIES["conv_norm"].recipe(4, micro_batches=2)
     several = recipe.train(devices=["cpu", "cpu"])
     assert (several.digest, several.loss_history) == trained(recipe)

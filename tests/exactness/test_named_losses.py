@@ -63,7 +63,7 @@ def planted(*values):
 def test_any_workers(changes):
     """One process, two workers, three, and two devices have the same named losses, and the digest of the loss alone."""
     answers = {seen(recipe(**changes), workers) for workers in (1, 2, 3)} | {
-        seen(recipe(**changes), devices=["cpu"] * 2)
+        seen(recipe(**changes), 2, devices=["cpu"] * 2)
     }
     assert len(answers) == 1
     assert {digest for _, digest in answers} == {recipe(alone, **changes).train(engine="inline").digest}

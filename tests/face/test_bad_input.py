@@ -514,7 +514,13 @@ OPTIMIZERS = [
 OPTIONS = [
     ("workers-0", lambda: train(workers=0), "workers is 0", "at least 1", "'auto'"),
     ("workers-inline", lambda: train(workers=2, engine="inline"), "workers is 2", "'inline'", "engine='processes'"),
-    ("workers-gpu", lambda: train(workers=2, devices="cuda:0"), "devices names 'cuda:0'", "CPU", "workers=1"),
+    (
+        "workers-devices",
+        lambda: train(workers=1, devices=["cpu"] * 2),
+        "workers is 1",
+        "devices names cpu, cpu",
+        "leave",
+    ),
     ("workers-9", lambda: recipe(replicas=8).train(workers=9), "workers is 9", "8 replicas", "workers <= replicas"),
     ("workers-string", lambda: train(workers="many"), "workers is 'many'", "an integer", "'auto'"),
     ("engine-distributed", lambda: train(engine="distributed"), "engine is 'distributed'", "torchrun"),

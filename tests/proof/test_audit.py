@@ -69,11 +69,11 @@ def test_any_bit_changes_the_sum():
 
 @pytest.mark.parametrize("name", sample("audited families", sorted(FAMILIES), 3))
 def test_an_audit_changes_no_bit(name):
-    """Every family ends in the digest of an undisturbed run while every step is audited, inline and on two lanes."""
+    """Every family ends in the digest of an undisturbed run while every step is audited, inline and on two devices."""
     one = FAMILIES[name].recipe(FAMILIES[name].replicas[-1])
     right = one.train(engine="inline", progress=False)
-    for options in ({}, {"devices": ["cpu", "cpu"]}):
-        result = one.train(engine="inline", progress=False, audit=1.0, **options)
+    for options in ({"engine": "inline"}, {"devices": ["cpu", "cpu"]}):
+        result = one.train(progress=False, audit=1.0, **options)
         assert (result.digest, result.audited) == (right.digest, result.steps)
 
 

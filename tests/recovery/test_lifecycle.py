@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from phalanx.plan import lifecycle
 from phalanx.plan.lifecycle import (
     TABLE,
     Action,
@@ -361,6 +362,102 @@ USUAL = {"granted": range(3, 9), "done": 3, "due": 2, "kept": 1, "repair": None,
 def test_decisions(places, changes, decision):
     """By hand: who fell where, what was granted and saved, and what is done next."""
     assert decide(Situation(seen(*places), **(USUAL | changes))) == decision
+
+
+class Copies(Hands):
+    """The same where each worker has the whole state in memory of its own, which goes with it."""
+
+    def situation(self):
+        return super().situation()._replace(copies=True)
+
+    def resume(self, decision):
+        """A survivor hands its state over to those that take the places of others."""
+        living = [worker for worker in self.workers if worker.number not in self.fallen]
+        assert [(worker.owned, worker.half) for worker in living] == [(decision.step, False)] * len(living) != []
+        for number in self.fallen:
+            self.workers[number].owned, self.workers[number].half = decision.step, False
+        super().resume(decision)
+
+    def take_back(self, decision):
+        assert len(self.fallen) == len(self.workers)  # else somebody has the state
+        super().take_back(decision)
+
+    def tell(self, step, workers, restored=False):
+        for number in self.fallen if restored else ():
+            workers[number].owned, workers[number].half = None, True  # until it is told
+        super().tell(step, workers, restored)
+
+    def lose(self, decision):
+        """Only if the snapshot may have been torn: not all have saved it, and the step before it is done."""
+        assert len(self.fallen) == len(self.workers)
+        assert min(worker.place for worker in self.workers) < Progress(self.due, Phase.COMPUTING)
+        assert self.kept < self.due <= max(worker.place for worker in self.workers).step
+        raise Broken
+
+    def finish(self):
+        taken = []
+        try:
+            taken = super().finish()
+        except Broken:
+            taken = [Action.LOSE]
+        return taken
+
+
+def copies_carried_out(seeds=4000):
+    """What was done to make good deaths of workers with copies, from all but one to all of them."""
+    taken = []
+    for seed in range(seeds):
+        rng = random.Random(seed)
+        wall = Wall(rng.randint(1, 4))
+        rate, place = rng.choice([(0.02, None), (0.0, Progress(rng.randrange(STEPS), rng.choice(list(Phase))))])
+
+        def fatal(worker, rng=rng, rate=rate, place=place):
+            return rng.random() < rate or (worker.place == place and rng.random() < 0.6)
+
+        fallen = wall.run(rng, fatal)
+        if fallen:
+            taken += Copies(wall, fallen, rng).finish()
+    return set(taken)
+
+
+def test_copies_lead_back_to_the_last_finished_step():
+    """While one worker lives nothing is lost, and no step is done again; with all of them the snapshot counts."""
+    assert copies_carried_out() == {
+        Action.STOP, Action.RESUME, Action.TAKE_BACK, Action.GO_BACK, Action.DO_AGAIN, Action.LOSE
+    }  # fmt: skip
+
+
+def judged_by_the_dead(run):
+    """The place of a worker that died tells of a state that nobody has."""
+    return judge(run.progress)
+
+
+@pytest.mark.parametrize("fault", ["judged", "saving"])
+def test_a_judge_of_copies_that_is_wrong_is_caught(monkeypatch, fault):
+    """Who listens to the dead, or trusts a snapshot that was being taken, ends in a wrong state."""
+    if fault == "judged":
+        monkeypatch.setattr(lifecycle, "judged", judged_by_the_dead)
+    else:
+        monkeypatch.setattr(Situation, "saving", False)
+    with pytest.raises(AssertionError):
+        copies_carried_out()
+
+
+@pytest.mark.parametrize("places", list(itertools.product(range(2), repeat=3)))
+@pytest.mark.parametrize(("due", "kept"), [(2, 1), (3, 1), (3, 3), (4, 3), (-1, -1)])
+@pytest.mark.parametrize("portable", [True, False])
+def test_nothing_is_lost_while_a_copy_is_left(places, due, kept, portable):
+    """For each place of three workers in a step, and each choice of those that ended: a survivor is enough."""
+    for phases in itertools.product(Phase, repeat=3):
+        run = [Seen(Progress(3, phase), bool(fell), False) for phase, fell in zip(phases, places, strict=True)]
+        facts = {**USUAL, "granted": range(0), "due": due, "kept": kept, "portable": portable}
+        action = decide(Situation(run, **facts, copies=True)).action
+        if 0 < sum(places) < 3:
+            living = [worker.progress for worker in run if not worker.fallen]
+            torn = judge(living).torn  # an optimizer raised in one of those that are left
+            assert action is (Action.TAKE_BACK if torn else Action.RESUME)
+        elif sum(places) == 3:
+            assert action in ((Action.TAKE_BACK, Action.LOSE) if portable else (Action.LOSE,))
 
 
 def test_snapshots_are_announced():

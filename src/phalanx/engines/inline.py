@@ -13,7 +13,6 @@ from collections import deque
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
-from phalanx.definition.data import Columns
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.gradients import Gradients, named
@@ -22,9 +21,9 @@ from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.seams import Framework, Link
-from phalanx.seams.records import Captured, Exported, Measurement, RunState, StepReport, Todo, Training, Weights
+from phalanx.seams.records import Captured, Exported, Measurement, RunState, StepReport, Training, Weights
 from phalanx.shared.memory import RUNS
-from phalanx.step import Proposal, commit, measure, propose, todo
+from phalanx.step import Proposal, commit, following, measure, propose
 from phalanx.surroundings import interrupts
 
 
@@ -88,8 +87,9 @@ class Inline:
         t, lr = len(self.run_state.loss_history), self._framework.lr
         with self.environment:
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
-            if self._lanes is not None and batch is None:
-                self._lanes.following = functools.partial(self._following, t + 1, horizon)
+            if batch is None:
+                next_one = self._definition, self._link.hosted, self._dealer.planned, t + 1, horizon
+                self._framework.following = functools.partial(following, *next_one)
             samples = sum([len(share.samples) for share in shares])
             self._link.begin(t, shares)
             if t in self._twice.due:
@@ -151,15 +151,6 @@ class Inline:
         self.closed = True
         self._close_readers()
         self._memory()  # a finalizer runs only once
-
-    def _following(self, step: int, horizon: int) -> list[Todo]:
-        """What the next step computes, unless the data may change before it. Only columns are watched for changes."""
-        definition = self._definition
-        if step >= (definition.updates or 0) or (step >= horizon and not isinstance(definition.source, Columns)):
-            return []
-        shares = self._dealer.planned(step)
-        ran = [replica for replica in self._link.hosted if len(shares[replica].samples)]
-        return todo(definition, step, ran, shares)
 
     def _commit(self, t: int, proposal: Proposal, samples: int) -> None:
         """Update the weights; then the step counts. An error in the schedule cannot undo it, but ends the run."""

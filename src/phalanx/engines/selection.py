@@ -27,7 +27,7 @@ from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import as_factory, open_framework
 from phalanx.plan import Audit
-from phalanx.plan.fold import place
+from phalanx.plan.fold import Placement, place
 from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Engine, Framework
 from phalanx.seams.records import RunState, StepReport
@@ -68,23 +68,35 @@ def open_engine(
         facts = definition, workers, devices, processors(), deadline_seconds, begin
         return cast("Engine", open_distributed(*facts, allow=bool(allow), readers=readers))
 
-    def begun() -> RunState:
-        run_state = begin(framework)
-        run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
-        return run_state
-
     count = workers or min(definition.replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
-    if engine == "processes" or not (engine == "inline" or here or workers is None):
+    spawns = engine == "processes" or not (engine == "inline" or here or workers is None)
+    if spawns:
         WARM.prepare(definition, functions)  # first: it imports while the model is made here
-        framework = open_framework(definition, devices)
-        facts = definition, framework, place(definition.replicas, count), begun(), Deadline(deadline_seconds)
-        return Processes(*facts, readers=beside(readers, count, usable_cores()))
-    framework = open_framework(definition, devices, allow=bool(allow))
+    apart = engine == "processes" or (workers or 1) > 1
+    framework = open_framework(definition, devices, allow=bool(allow), apart=apart)
+    run_state = begin(framework)
+    run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
+    if spawns or framework.sharing.devices:
+        WARM.prepare(definition, functions)
+        placement = _placed(definition.replicas, framework.sharing.devices, engine, workers, count)
+        facts = definition, framework, placement, run_state, Deadline(deadline_seconds)
+        return Processes(*facts, readers=beside(readers, placement.workers, usable_cores()))
     if engine == "inline" or here or framework.lanes is not None:
         ahead = ahead_here(definition, framework, readers) if readers and CAPABLE else None
-        return Inline(definition, framework, begun(), ahead=ahead)
-    return cast("Engine", Auto(definition, framework, begun(), count, Deadline(deadline_seconds), readers, functions))
+        return Inline(definition, framework, run_state, ahead=ahead)
+    return cast("Engine", Auto(definition, framework, run_state, count, Deadline(deadline_seconds), readers, functions))
+
+
+def _placed(replicas: int, devices: Sequence[str], engine: str, workers: int | None, count: int) -> Placement:
+    """The replicas of each worker; each of several devices is one's."""
+    if devices and (engine == "inline" or workers not in (None, len(devices))):
+        given = "engine is 'inline'" if engine == "inline" else f"workers is {workers}"
+        raise UsageError(
+            f"{given}, but devices names {', '.join(devices)}, each of which is a worker; leave that out, or name as "
+            "many devices as there are to be workers"
+        )
+    return place(replicas, len(devices), copies=True) if devices else place(replicas, count)
 
 
 @contextlib.contextmanager

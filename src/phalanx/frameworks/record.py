@@ -29,18 +29,19 @@ class Made(NamedTuple):
     model : Any
         What ``make_model`` returned.
     devices : sequence of str
-    again : callable
-        Makes the same model once more.
     allow : bool
-    part : (int, int)
+    processes : int
+        Of the world that this one belongs to.
+    apart : bool
+        Whether the devices are those of worker processes: in this one the state is in host memory.
     """
 
     definition: Definition
     model: Any
     devices: Sequence[str]
-    again: Callable[[], Any]
     allow: bool
-    part: tuple[int, int]
+    processes: int
+    apart: bool
 
 
 class Record:
@@ -184,6 +185,7 @@ class Unshared:
 
     portable = False
     moving_seconds = 0.0
+    devices = ()
 
     def __init__(self, why: str) -> None:
         self._why = why

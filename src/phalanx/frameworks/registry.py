@@ -79,12 +79,13 @@ def open_framework(
     devices: Sequence[str] = (),
     *,
     allow: bool = False,
-    part: tuple[int, int] = (0, 1),
+    processes: int = 1,
+    apart: bool = False,
 ) -> Framework:
     """The recipe's state before its first step, on ``devices`` (none named: where the model is made).
 
-    ``allow``: accelerators may run operations without a deterministic kernel. ``part``: this process's rank and the
-    number of processes, where each drives devices of its own.
+    ``allow``: accelerators may run operations without a deterministic kernel. ``processes``: of the world that this
+    one belongs to. ``apart``: the devices are those of worker processes, so that the state here is in host memory.
     """
     with contextlib.ExitStack() as building:
         for record in RECORDS.values():
@@ -97,8 +98,7 @@ def open_framework(
             *most, last = [each.returns for each in RECORDS.values()]
             returned = "None (is a return missing?)" if model is None else f"a {type(model).__name__}"
             raise UsageError(f"make_model returned {returned}; it must return {', '.join(most)}, or {last}")
-        again = functools.partial(_made, definition)
-        return record.open(Made(definition, model, devices, again, allow, part))
+        return record.open(Made(definition, model, devices, allow, processes, apart))
 
 
 def _made(definition: Definition) -> Any:

@@ -120,10 +120,13 @@ class Placement:
         R.
     blocks : tuple of range
         The replicas of each worker; in any order among the workers, none of them empty.
+    copies : bool
+        Whether each worker has the whole state, on a device of its own, and updates all of it.
     """
 
     replicas: int
     blocks: tuple[range, ...]
+    copies: bool = False
 
     @property
     def workers(self) -> int:
@@ -141,9 +144,9 @@ class Placement:
         return sorted(range(self.workers), key=lambda worker: self.blocks[worker].start)
 
 
-def place(replicas: int, workers: int) -> Placement:
+def place(replicas: int, workers: int, *, copies: bool = False) -> Placement:
     """Deal R replicas to W workers, 1 <= W <= R, in blocks as ``numpy.array_split`` cuts them."""
-    return Placement(replicas, tuple(range(start, end) for start, end in share_bounds(replicas, workers)))
+    return Placement(replicas, tuple(range(start, end) for start, end in share_bounds(replicas, workers)), copies)
 
 
 def remaining(replicas: int, block: range) -> list[Node]:

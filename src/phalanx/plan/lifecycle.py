@@ -179,6 +179,8 @@ class Situation(NamedTuple):
         Whether no worker keeps a part of the state to itself.
     alone : bool
         Whether all replicas are on this host.
+    copies : bool
+        Whether each worker has the whole state.
     """
 
     workers: Sequence[Seen]
@@ -189,6 +191,7 @@ class Situation(NamedTuple):
     repair: Repair | None
     portable: bool
     alone: bool
+    copies: bool = False
 
     @property
     def fallen(self) -> list[int]:
@@ -199,6 +202,18 @@ class Situation(NamedTuple):
     def progress(self) -> list[Progress]:
         """Where every worker is, or was when it ended."""
         return [worker.progress for worker in self.workers]
+
+    @property
+    def lost(self) -> bool:
+        """Whether the state is gone with all workers: each had a copy, and nothing else has one."""
+        return self.copies and all(worker.fallen for worker in self.workers)
+
+    @property
+    def saving(self) -> bool:
+        """Whether the newest snapshot may be one that was being taken when the last worker ended."""
+        return self.kept < self.due and min(self.progress) < Progress(self.due, Phase.COMPUTING) <= Progress(
+            max(self.progress).step, Phase.COMPUTING
+        )
 
 
 class Decision(NamedTuple):
@@ -225,15 +240,25 @@ TABLE: Final[Mapping[Fallen, Mapping[Standing, Action]]] = {
 
 def decide(run: Situation) -> Decision:
     """What to do next; asked again after that until it is GO_ON."""
-    verdict = judge(run.progress)
+    verdict = judged(run)
     action = TABLE[who_fell(run)][stands(run, verdict)]
     if action is Action.JOIN:
         return Decision(action, run.progress[run.fallen[0]].step)
+    if action is Action.TAKE_BACK and run.lost and run.saving:
+        return Decision(Action.LOSE, verdict.step)
     if action is Action.TAKE_BACK:
-        return Decision(action, verdict.step, newest_whole(run.due, run.kept, verdict.step))
+        begun = max(run.progress).step  # of copies that are all gone, the verdict is a step that nobody began
+        return Decision(action, verdict.step, newest_whole(run.due, run.kept, begun))
     if action is Action.GO_BACK and run.repair is not None:
         return Decision(action, verdict.step, run.repair.step)
     return Decision(action, verdict.step)
+
+
+def judged(run: Situation) -> Verdict:
+    """How the run goes on. Where each worker has the whole state, what survivors have counts: all have the same."""
+    if run.copies and not run.lost:
+        return judge([worker.progress for worker in run.workers if not worker.fallen])
+    return judge(run.progress)._replace(torn=True) if run.lost else judge(run.progress)
 
 
 def who_fell(run: Situation) -> Fallen:
@@ -242,7 +267,7 @@ def who_fell(run: Situation) -> Fallen:
         return Fallen.NOBODY
     if not run.alone:
         return Fallen.PARTNER
-    if run.portable:
+    if run.portable or (run.copies and not run.lost):
         return Fallen.ANYBODY
     return Fallen.KEEPER if 0 in run.fallen else Fallen.OTHERS
 
@@ -255,7 +280,7 @@ def stands(run: Situation, verdict: Verdict) -> Standing:
         return Standing.WAITING
     if any(worker.at_work and not worker.fallen for worker in run.workers):
         return Standing.AT_WORK
-    if run.repair is not None:
+    if run.repair is not None and not (run.lost and run.repair.action is Action.RESUME):
         return Standing.GOING_BACK if run.repair.action is Action.GO_BACK else Standing.RESUMING
     if verdict.torn and (fallen or run.portable):  # if none died, an optimizer raised, and only torch's own can go back
         return Standing.TORN

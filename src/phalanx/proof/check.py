@@ -132,7 +132,7 @@ def _ways(recipe: Recipe, file: str | None, devices: Sequence[str]) -> Iterator[
     yield AGAIN, alone
     if devices:
         for count in sorted({min(2, len(devices)), len(devices)} - {1}):
-            yield f"done on {count} devices", {"engine": "inline", "devices": devices[:count]}
+            yield f"done on {count} devices", {"devices": devices[:count]}
         return
     if file is not None:
         yield NEW, {}

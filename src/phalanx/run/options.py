@@ -154,13 +154,6 @@ def _check_engine(settled: SimpleNamespace, replicas: int) -> None:
     spawns = engine == "processes" or several or (world and workers is not None)
     if engine == "inline" and several:
         raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")
-    elsewhere = [name for name in settled.devices if name != "cpu"]
-    if spawns and (elsewhere or len(settled.devices) > 1):
-        several_here = f"is {list(settled.devices)}, which are devices of one process"
-        raise UsageError(
-            f"devices {f'names {elsewhere[0]!r}' if elsewhere else several_here}, but worker processes compute on the "
-            "CPU in this version; leave devices out, or use workers=1 and engine='inline' in one process"
-        )
     if (spawns or world) and not hasattr(select, "poll"):
         raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
 

@@ -122,6 +122,8 @@ class Framework(Protocol):
         ``opened(source)`` as this framework reads it: columns become its arrays, sharing memory where they can.
     environment : context manager
         Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time.
+    following : callable or None
+        Says what the next step will compute, which may be read while this one is waited for.
     """
 
     name: str
@@ -130,6 +132,7 @@ class Framework(Protocol):
     sharing: Sharing
     opened: Callable[[Source], Source]
     environment: AbstractContextManager[None]
+    following: Callable[[], Sequence[Todo]] | None
 
     @property
     def lr(self) -> float:
@@ -190,14 +193,11 @@ class Lanes(Protocol):
     ----------
     placement : Placement
         Which device computes which replicas.
-    following : callable or None
-        Says what the next step will compute, which may be read while this one is waited for.
     moved : callable
         ``moved(vector)``: each entry on the device that updates the parameter that it belongs to.
     """
 
     placement: Placement
-    following: Callable[[], Sequence[Todo]] | None
     moved: Callable[[Vector], Vector]
 
 
@@ -253,8 +253,8 @@ class SharedState(Protocol):
     def take(self, foreign: Any, options: Any) -> None:
         """Continue from what ``rest`` returned."""
 
-    def weights(self) -> Sequence[np.ndarray]:
-        """The caller's: the bytes of each storage, in the layout's order."""
+    def weights(self, numbers: Sequence[int] | None = None) -> Sequence[np.ndarray]:
+        """The caller's: the bytes of each storage, in the layout's order; or of those with these ``numbers``."""
         ...
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[Any]) -> None:
@@ -281,11 +281,14 @@ class Sharing(Protocol):
         About how long it takes until worker processes are ready, with the framework imported.
     portable : bool
         Whether the whole state is known, so that a run can move to other processes in the middle.
+    devices : sequence of str
+        Devices that were asked for, if each is a worker's.
     """
 
     arrays: Arrays
     moving_seconds: float
     portable: bool
+    devices: Sequence[str]
 
     def lay_out(self, placement: Placement, take: Callable[[int], int], known: Any = None) -> Any:
         """Give everything its place in an arena.

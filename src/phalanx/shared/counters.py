@@ -186,6 +186,9 @@ class Counters:
     kind = word(OF_PARENT + 1, "Written by the parent, before it grants: STEPS, BATCH or TASK.")
     horizon = word(OF_PARENT + 2, "Written by the parent, at any time: before which step planned ones end.")
     pause = word(OF_PARENT + 3, "Written by the parent, at any time: GO_ON, BEGIN_NO_STEP or LEAVE.")
+    generation = word(
+        OF_PARENT + 4, "Written by the parent, while all are idle: how often workers are to connect anew."
+    )
     asleep = word(OF_PARENT + LINE, "Written by the parent: whether it has to be woken to see anything.")
     awaited = word(OF_PARENT + LINE + 1, "Written by the parent: how many finished steps are worth waking it for.")
     eager = word(OF_PARENT + LINE + 2, "Written by the parent: each step before this one is followed by a snapshot.")

@@ -124,6 +124,8 @@ class Layout:
     contents : Contents
     owners : list of int
         The worker that folds and updates each parameter.
+    copies : bool
+        Whether workers have copies of the state. Then an owner only writes its part here, when that is asked for.
     weights : list of int
         The parameters' storages.
     keepers : list of int
@@ -155,6 +157,7 @@ class Layout:
 
     contents: Contents
     owners: list[int]
+    copies: bool = False
     weights: list[int] = field(init=False)
     keepers: list[int] = field(init=False)
     frozen: dict[int, int] = field(init=False)
@@ -189,7 +192,7 @@ class Layout:
 
 def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, take: Take) -> Layout:
     """Give everything its place, handed out by ``take``."""
-    layout = Layout(contents, list(owners))
+    layout = Layout(contents, list(owners), placement.copies)
     keepers = dict(zip(contents.storage_of, owners, strict=True))
     layout.keepers = [keepers[number] for number in range(len(contents.storages))]
     layout.weights = list(map(take, contents.storages))
@@ -201,7 +204,7 @@ def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, tak
     layout.sets = [
         [
             [OWNED if owner == worker else take(size) for size, owner in zip(sizes, owners, strict=True)]
-            for _ in range(most_held(placement.replicas, block))
+            for _ in range(0 if placement.copies else most_held(placement.replicas, block))
         ]
         for worker, block in enumerate(placement.blocks)
     ]

@@ -9,6 +9,7 @@ writes there is seen by that process alone.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -259,8 +260,51 @@ class Shard:
             yield np.frombuffer(self._arena, np.int64, count, offset), np.frombuffer(self._arena, np.int64, count, copy)
 
 
+class CopiedShard(Shard):
+    """The part of a worker that has the whole state, on a device of its own, beside the arena.
+
+    It writes what it owns to the arena when a snapshot is taken, or the caller asks. ``left`` gives arrays in the
+    arena. Takes the parameters of ``Shard``.
+    """
+
+    def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory, worker: int) -> None:
+        super().__init__(sharing, layout, arena, base, worker)
+        self._mirror = Mirror(sharing, layout, arena, base)
+
+    @property
+    def weights(self) -> list[np.ndarray]:
+        self._mirror.put(self._worker)
+        return super().weights
+
+    def settle(self) -> None:
+        """Optimizer state stays where the update made it."""
+
+    def state(self) -> dict[str, Any]:
+        self._mirror.put(self._worker)
+        return super().state()
+
+    def whole(self) -> dict[str, Any]:
+        """Write all of the state to the arena, for other workers; returns what has no place there."""
+        return self._mirror.put()
+
+    def take(self, foreign: Any, options: Any) -> None:
+        self.local.take(foreign, options)
+        self.load()
+
+    def load(self) -> None:
+        """Continue from what lies in the arena."""
+        self._mirror.load(self._worker)
+
+    def save(self) -> int:
+        self._mirror.put(self._worker)
+        return super().save()
+
+    def _adopt(self) -> None:
+        """What others restore is not there yet."""
+
+
 class Mirror:
-    """The same arena seen from the caller's process, whose framework keeps a state of its own.
+    """The same arena seen from a process whose framework keeps a state of its own: the caller's, as a rule.
 
     Parameters
     ----------
@@ -280,20 +324,31 @@ class Mirror:
         self._arena = arena
         self._sharing = sharing
 
-    def put(self) -> dict[str, Any]:
-        """Copy the state into the arena; returns what describes the rest."""
-        for mine, shared in zip(self._own.weights(), self._weights(), strict=True):
+    def put(self, worker: int | None = None) -> dict[str, Any]:
+        """Copy the state into the arena, or what a worker keeps of it; returns what describes the rest."""
+        layout, whole = self._layout, worker is None
+        mine = [whole or keeper == worker for keeper in layout.keepers]
+        weights = self._own.weights(None if whole else [number for number, own in enumerate(mine) if own])
+        for weight, shared in zip(weights, itertools.compress(self._weights(), mine), strict=True):
             if shared is not None:
-                shared[:] = mine
-        for start, shared in zip(self._own.starts, self._starts(), strict=True):
+                shared[:] = weight
+        for start, shared in zip(self._own.starts, self._starts(), strict=True) if not worker else ():
             shared[...] = start
-        layout, pieces = self._layout, range(len(self._layout.contents.state))
+        pieces = range(len(layout.contents.state)) if worker is None else layout.kept(worker)
         state = self._own.made(pieces)
         for piece in pieces:
             self._arena[layout.present + piece] = piece in state
-            for offset in {row[piece] for row in layout.state} if piece in state else ():
+            rows = layout.state if worker is None else [layout.state[worker]]
+            for offset in {row[piece] for row in rows} if piece in state else ():
                 self._piece(piece, offset)[...] = state[piece]
         return dict(zip(("foreign", "options"), self._own.rest(), strict=True))
+
+    def load(self, worker: int = 0, layout: Any = None) -> None:
+        """Take the arrays that lie in the arena; optimizer state from the places of a worker, in a snapshot or not."""
+        rows, present = (layout or self._layout).state, (layout or self._layout).present
+        self._own.take_arrays(self._weights(), self._starts())
+        there = [piece for piece in range(len(rows[worker])) if self._arena[present + piece]]
+        self._own.adopt({piece: self._piece(piece, rows[worker][piece]) for piece in there})
 
     def get(self, states: Sequence[dict[str, Any]], *, saved: bool) -> None:
         """Copy the state out of the arena, with what the workers described.
@@ -301,11 +356,8 @@ class Mirror:
         Optimizer state may stay where it is; ``saved``: in the snapshot, which is not written meanwhile.
         """
         self._frozen.renew(self._own.weights())
-        self._own.take_arrays(self._weights(), self._starts())
-        layout = self._layout.snapshot if saved else self._layout
-        there = [piece for piece in range(len(layout.state[0])) if self._arena[layout.present + piece]]
         self._own.take(states[0]["foreign"], states[0]["options"])
-        self._own.adopt({piece: self._piece(piece, layout.state[0][piece]) for piece in there})
+        self.load(layout=self._layout.snapshot if saved else None)
 
     def look(self) -> Any:
         """The state in the arena, exported, without a copy where the framework's arrays may be written."""

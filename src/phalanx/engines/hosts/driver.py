@@ -1,4 +1,4 @@
-"""The distributed engine: this host's part of a run over several, in worker processes or on devices of its own.
+"""The distributed engine: this host's part of a run over several, in worker processes.
 
 Every process of the world does the same steps, and has the whole state. Workers exchange what hosts need of each other
 (``rendezvous``). A process that is lost, or leaves the run, ends it everywhere, with an error that names the process.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
 from phalanx.definition.data import Columns, Drawn
@@ -16,9 +16,7 @@ from phalanx.definition.described import shared
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import hashed
 from phalanx.engines.changing import Changing
-from phalanx.engines.hosts.link import HostLaneLink, TravellingLanes
 from phalanx.engines.hosts.world import CLOSED, World
-from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes, beside
 from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import SeveredError, UsageError
@@ -32,7 +30,7 @@ COMPARED_BYTES = 256 << 20
 PATIENCE = 60.0  # seconds beyond those that workers wait for other hosts
 
 
-class Distributed(Changing["Processes | Inline"]):
+class Distributed(Changing[Processes]):
     """Implements ``seams.Engine`` for one process of a torch.distributed world, by an engine for this host.
 
     Parameters
@@ -62,15 +60,13 @@ class Distributed(Changing["Processes | Inline"]):
         super().__init__(run_state, self._on_this_host)
         self.workers, self._last = workers * world.size, False
 
-    def _on_this_host(self) -> Processes | Inline:
+    def _on_this_host(self) -> Processes:
         definition, framework, world = self._definition, self._framework, self._world
         blocks, placements = hosts(definition.replicas, world.size, self._on_each)
         rendezvous = world.rendezvous(blocks)
-        if framework.lanes is not None:
-            link = HostLaneLink(framework, cast("TravellingLanes", framework.lanes), rendezvous)
-            return Inline(definition, framework, self.run_state, link)
         deadline = Deadline(world.seconds + PATIENCE)
-        facts = definition, framework, placements[world.rank], self.run_state, deadline, rendezvous
+        placement = dataclasses.replace(placements[world.rank], copies=bool(framework.sharing.devices))
+        facts = definition, framework, placement, self.run_state, deadline, rendezvous
         return Processes(*facts, readers=self._readers)
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
@@ -94,7 +90,7 @@ class Distributed(Changing["Processes | Inline"]):
 
     def capture(self) -> Captured:
         """Works after others have left, too. The state is that of the last step that was finished here."""
-        if isinstance(self.engine, Inline) or not self.engine.closed or self.engine.lost:
+        if not self.engine.closed or self.engine.lost:
             return self.engine.capture()
         with self._framework.environment:
             return self._framework.capture(copy=False)
@@ -156,12 +152,17 @@ def open_distributed(
     try:
         if world.size > definition.replicas:
             raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
-        part = world.rank, world.size
-        framework = open_framework(definition, devices or ["cpu"], allow=allow, part=part)
+        framework = open_framework(definition, devices, allow=allow, processes=world.size, apart=True)
+        named = framework.sharing.devices
+        if len(named) > 1:
+            raise UsageError(
+                f"devices names {len(named)} devices in each of {world.size} processes; start a process for each "
+                "device, as torchrun --nproc-per-node does, with devices='local'"
+            )
         recipe, doubts = shared(definition)
         room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, doubts, cores)
         count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
-        count = 1 if framework.lanes is not None else count
+        count = 1 if named else count
         run_state = _same_start(world, framework, begin, definition.rounds)
         run_state.allow = allow
         return Distributed(definition, framework, run_state, world, count, beside(readers, count, room))
@@ -185,7 +186,7 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
         "steps": definition.total,
         "epochs": definition.epochs,
         "workers": workers,
-        "devices": "worker processes" if framework.lanes is None else "of each process",
+        "devices": [name.partition(":")[0] for name in framework.sharing.devices],
         "data": hashed(tuple(arrays)).hex() if whole else None,
         "environment": {**recorded_environment(), **own},
     }

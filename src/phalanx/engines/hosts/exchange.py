@@ -295,7 +295,7 @@ class Across:
             self._gloo.wait(comes)
             slices = flat[start : start + self._slices * width].view(self._slices, width)
             mine = self._rank % self._slices
-            _fold(slices[mine], rows, layout.runs, start + mine * width)
+            fold_runs(slices[mine], rows, layout.runs, start + mine * width)
             works += goes
             for other in self._others if self._slices > 1 else ():
                 works.append(self._gloo.begin_receive(slices[other], other))
@@ -391,7 +391,7 @@ def _add(target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence
     torch.add(parts[into], parts[source], out=target)  # type: ignore[arg-type]
 
 
-def _fold(target: torch.Tensor, rows: Sequence[torch.Tensor], runs: Sequence[Run], first: int) -> None:
+def fold_runs(target: torch.Tensor, rows: Sequence[torch.Tensor], runs: Sequence[Run], first: int) -> None:
     """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once."""
     for begin, end, present, additions in runs:
         here = slice(max(begin - first, 0), min(end - first, len(target)))

@@ -48,12 +48,12 @@ class Gloo:
         options = GROUP._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
         options._devices = [GROUP.create_device(interface=named) if named else GROUP.create_default_device()]
-        self._group: Any = None
-        self._group = self._call(GROUP, store, rank, size, options)
+        self.group: Any = None
+        self.group = self._call(GROUP, store, rank, size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copy the first process's tensor to all others."""
-        self._call(self._group.broadcast, tensor, 0).wait()
+        self._call(self.group.broadcast, tensor, 0).wait()
 
     def gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
         """Fill ``gathered`` with the bytes of all processes, equally many of each, in the order of ranks."""
@@ -65,11 +65,11 @@ class Gloo:
 
     def begin_send(self, tensor: torch.Tensor, other: int) -> Any:
         """Begin to send memory to another process. It must not be written until the work is waited for."""
-        return self._call(self._group.send, [tensor.view(torch.uint8)], other, 0)
+        return self._call(self.group.send, [tensor.view(torch.uint8)], other, 0)
 
     def begin_receive(self, tensor: torch.Tensor, other: int) -> Any:
         """Begin to receive what another process sends, in the order in which it sends; to be waited for."""
-        return self._call(self._group.recv, [tensor.view(torch.uint8)], other, 0)
+        return self._call(self.group.recv, [tensor.view(torch.uint8)], other, 0)
 
     def wait(self, works: Sequence[Any]) -> None:
         """Wait until works that were begun are done."""
@@ -78,7 +78,7 @@ class Gloo:
 
     def close(self) -> None:
         """Close all connections, for all to see."""
-        self._group = None
+        self.group = None
 
     def _call(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         """Call torch. An error of it means that a process is gone, and nothing can be sent any more."""

@@ -31,7 +31,8 @@ from phalanx.shared.memory import Memory, check_room
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 
-MEMORIES = 7  # what workers inherit: environment_memory, parcel, arena, mailbox, orders, base, inputs
+CONNECTING = 30.0  # seconds: workers meet when all have computed, so that none is late
+MEMORIES = 8  # what workers inherit: environment_memory, parcel, arena, mailbox, orders, base, inputs, meeting
 
 
 def beside(readers: int | None, workers: int, cores: int) -> int:
@@ -60,6 +61,7 @@ class Processes:
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self.workers, self.reading = placement.workers, framework.environment
+        self._copies = placement.copies
         self._definition, self._framework, self._deadline = definition, framework, deadline or Deadline()
         self._rendezvous = rendezvous
         self.ended, self.closed, self.lost = "", False, False
@@ -74,7 +76,7 @@ class Processes:
             undo.pop_all()
 
     def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], readers: int) -> None:
-        environment_memory, parcel, arena, mailbox, orders, base, inputs = memories
+        environment_memory, parcel, arena, mailbox, orders, base, inputs, _ = memories
         arena.grow(plan.size)
         base.grow(plan.layout.base)
         mapped = arena.map()
@@ -83,6 +85,7 @@ class Processes:
         facts: dict[str, Any] = {"audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0}
         facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
         facts |= {"gradients": self.run_state.gradients, "allow": self.run_state.allow}
+        facts |= {"devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds, CONNECTING)}
         facts |= {"began": None if self._rendezvous else self._steps}
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
@@ -145,7 +148,7 @@ class Processes:
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
         """Without a copy and a digest, the arrays are those in the arena."""
-        if not (copy or digest or self.closed or self.lost):
+        if not (copy or digest or self.closed or self.lost or self._copies):
             with self._watching():
                 self._halt()
                 return self._mirror.look()

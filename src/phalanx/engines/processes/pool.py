@@ -284,6 +284,7 @@ class WorkerPool:
     def grant(self, kind: int) -> None:
         """Set idle workers to work."""
         counters = self.counters
+        counters.generation += counters.trouble  # whoever failed may have broken off an exchange
         counters.kind, counters.pause, counters.trouble = kind, GO_ON, 0
         order()  # a worker that sees the grant sees what is granted
         counters.grant += 1

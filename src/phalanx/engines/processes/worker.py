@@ -24,6 +24,7 @@ from phalanx.engines.gradients import Gradients
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.engines.processes.messages import DriverChannel, as_told
+from phalanx.engines.processes.ranks import HostRankLink, RankLink
 from phalanx.engines.processes.serialization import adopt_environment, remarked, unpack
 from phalanx.engines.reading import taken
 from phalanx.engines.twice import Twice
@@ -32,13 +33,13 @@ from phalanx.frameworks.registry import open_framework, starting
 from phalanx.plan import evaluation_key, share_bounds
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.seams import Framework
-from phalanx.seams.records import Weights
+from phalanx.seams.records import Todo, Weights
 from phalanx.shared.counters import BATCH, LEAVE, STEPS, Barrier
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.layout import Plan
 from phalanx.shared.memory import Memory, fence, give_back, order
-from phalanx.shared.state import Shard
-from phalanx.step import Proposal, commit, measure, propose
+from phalanx.shared.state import CopiedShard, Shard
+from phalanx.step import Proposal, commit, following, measure, propose
 
 IDLE_YIELDS = 500
 SHARE = 0.005  # of the time may go into snapshots
@@ -47,12 +48,12 @@ SHARE = 0.005  # of the time may go into snapshots
 def live(channel: int, memories: Sequence[int], number: int) -> None:
     """Be worker ``number`` of a run until the caller closes the channel."""
     caller = DriverChannel(channel)
-    environment_memory, parcel, arena, mailbox, orders, base, inputs = (Memory(0, fd) for fd in memories)
+    environment_memory, parcel, arena, mailbox, orders, base, inputs, meeting = (Memory(0, fd) for fd in memories)
     try:
         environment = unpack(environment_memory)
         adopt_environment(environment)
         with starting(environment["threads"]):  # what is unpacked may hold arrays of a framework
-            worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs), number)
+            worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs, meeting), number)
         orders = unpack(orders)
         worker.take(orders)
         give_back()  # the model as it was made, before it moved into the arena
@@ -68,15 +69,16 @@ class Worker:
     """The state of worker ``number``; ``setup`` is the caller's parcel."""
 
     def __init__(self, caller: DriverChannel, setup: dict[str, Any], memories: tuple[Memory, ...], number: int) -> None:
-        arena, base, mailbox, inputs = memories
+        arena, base, mailbox, inputs, meeting = memories
         warnings.showwarning = self._pass_on
         signal.signal(signal.SIGINT, _left_to_the_caller)
         self._caller, self._mailbox, self._number = caller, mailbox, number
         self._placement, self._step, self._timer = setup["placement"], 0, SnapshotTimer()
         self._definition = unpacked(setup)
-        self._framework: Framework = open_framework(self._definition, ["cpu"])
+        self._device = setup["devices"][number] if setup["devices"] else "cpu"
+        self._framework: Framework = open_framework(self._definition, [self._device], allow=bool(setup["allow"]))
         self.environment = self._framework.environment
-        self._share(arena, base, setup)
+        self._share(arena, base, meeting, setup)
         ahead = functools.partial(taken, Inputs(inputs, self._definition.replicas)) if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._twice = Twice(
@@ -87,7 +89,7 @@ class Worker:
         self._gradients = Gradients(self._framework, setup["gradients"]) if setup["gradients"] else None
         self._settled = False
 
-    def _share(self, memory: Memory, base: Memory, setup: dict[str, Any]) -> None:
+    def _share(self, memory: Memory, base: Memory, meeting: Memory, setup: dict[str, Any]) -> None:
         plan = Plan(self._framework.sharing, self._placement, setup["contents"])
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
@@ -99,10 +101,17 @@ class Worker:
         self._own = self._counters.workers[self._number]
         self._own.replicas = 0  # those of the worker that this one replaces were computed before
         self._barrier = Barrier(self._counters, self._number)
-        self._shard = Shard(self._framework.sharing, plan.layout, arena, base, self._number)
+        kind = CopiedShard if self._placement.copies else Shard
+        self._shard = kind(self._framework.sharing, plan.layout, arena, base, self._number)
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
         facts = self._framework, shard, plan, placement, arena, barrier
-        self._link = ArenaLink(*facts) if rendezvous is None else HostLink(rendezvous, *facts)
+        if placement.copies:
+            here = self._device, meeting, setup["seconds"]
+            self._link: ArenaLink = (
+                RankLink(*here, *facts) if rendezvous is None else HostRankLink(rendezvous, self._device, *facts)
+            )
+        else:
+            self._link = ArenaLink(*facts) if rendezvous is None else HostLink(rendezvous, *facts)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Go to the beginning of a step, with the state in the arena and the options in ``orders``."""
@@ -117,6 +126,9 @@ class Worker:
                 "came to other options (it reads a clock or weights): the checksum differs, so that what was lost "
                 "cannot be done again; run again, with a run_dir from the newest snapshot there"
             )
+        if orders["restore"] and isinstance(self._shard, CopiedShard):
+            self._barrier.wait()  # others restore what this worker takes
+            self._shard.load()
         self._twice.begin(orders["step"])
         self._come_to(orders["step"])
 
@@ -160,13 +172,14 @@ class Worker:
             facts = unpack(self._mailbox)
             task = facts.pop("task")
             tasks = {"evaluate": self._evaluate, "state": self._describe, "take": self.take, "resume": self.resume}
-            tasks |= {"peek": self._peek, "gradients": self._kept_gradients}
+            tasks |= {"peek": self._peek, "gradients": self._kept_gradients, "hand_over": self._hand_over}
             self._caller.tell("result", self._counters.grant, tasks[task](**facts))
 
     def _advance(self, shares: list[Share]) -> None:
         """One step."""
         t = self._step
         started, lr = time.perf_counter(), self._framework.lr
+        self._framework.following = functools.partial(self._following, t + 1) if self._counters.kind == STEPS else None
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
         self._link.begin(t, shares)
@@ -204,6 +217,9 @@ class Worker:
             self._settled = True
             give_back()  # optimizer state as the first update made it
 
+    def _following(self, step: int) -> list[Todo]:
+        return following(self._definition, self._link.hosted, self._dealer.planned, step, self._counters.horizon)
+
     def _announce(self, t: int, done: Proposal, lr: float, samples: int, started: float) -> None:
         """Write the report before the step is finished. Only the first worker can, and it may die after that."""
         counters = self._counters
@@ -228,6 +244,11 @@ class Worker:
         if save:
             self._save()
         return self._shard.state()
+
+    def _hand_over(self, source: int) -> dict[str, Any] | None:
+        assert isinstance(self._shard, CopiedShard), "others have their state in the arena"
+        self._framework.rewind()
+        return self._shard.whole() if self._number == source else None
 
     def _save(self) -> None:
         self._own.checksum = self._checksum(self._shard.save())

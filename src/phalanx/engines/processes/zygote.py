@@ -38,7 +38,7 @@ PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 64  # of each message, padded
 RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL
 TASKS, DESCRIPTORS = pathlib.Path("/proc/self/task"), pathlib.Path("/proc/self/fd")
-MOST_RECEIVED = 10  # channel, output, errors, environment_memory, parcel, arena, mailbox, orders, base, inputs
+MOST_RECEIVED = 11  # descriptors with a request: channel, output, errors, memories
 
 
 def main(fd: int, parent: int, folder: str, frameworks: Sequence[str]) -> None:

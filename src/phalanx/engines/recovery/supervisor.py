@@ -121,6 +121,7 @@ class Supervisor:
         while (decision := decide(self._situation(range(0)))).action is not Action.GO_ON:
             self._counters.trouble = 1  # the others leave the step
             self._carry_out(decision)
+        self._counters.generation += self._counters.trouble
         self._counters.trouble = 0
 
     def repaired(self) -> bool:
@@ -168,12 +169,13 @@ class Supervisor:
             self._repair,
             self._failures.portable,
             self._placement.whole,
+            self._placement.copies,
         )
 
     def _granted(self) -> range:
         """The steps that workers may do now."""
-        if self._counters.kind == TASK or self._counters.trouble:
-            return range(0)
+        if self._counters.kind == TASK or self._counters.trouble or self._placement.copies:
+            return range(0)  # copies: connections break with a worker, so nobody can wait for its replacement in a step
         agreed = self._counters.agreed if self._counters.kind == STEPS else 0
         return range(self._first, max(self._first + 1, agreed))
 
@@ -208,6 +210,11 @@ class Supervisor:
                 self._go_back(decision.back_to, fallen)
             case Action.DO_AGAIN:
                 self._do_again(step)
+            case Action.LOSE if self._placement.copies:
+                raise LostError(
+                    f"all workers had ended in step {step}, while their state was being copied to host memory, so it "
+                    "is lost; run again, with a run_dir from the newest snapshot there"
+                )
             case Action.LOSE:
                 raise LostError(
                     f"worker {fallen[0]} {self._failures.dead[fallen[0]].why} in step {step}, and the optimizer is not "
@@ -230,10 +237,29 @@ class Supervisor:
         """All go on at ``step``. Some may not know that the step before is done."""
         self._repair = Repair(Action.RESUME, step)
         self._counters.confirmed = max(self._counters.confirmed, step)
+        if self._placement.copies and fallen and not self._handed_over():
+            return
         self._replace(fallen, step)
         loss = self._loss(step - 1) if step > self._base[0] else 0.0
         if self._told("resume", {"step": step, "loss": loss}):
             self._repair = None
+
+    def _handed_over(self) -> bool:
+        """Have a survivor write the whole state to the arena, for replacements; False if another one died meanwhile."""
+        dead = set(self._failures.dead)
+        source = min(self._pool.alive)
+        self._pool.told = self._errors()  # what the task that broke off came to is no answer here
+        pack({"task": "hand_over", "source": source}, self._mailbox, reduced)
+        self._pool.grant(TASK)
+        self._pool.wait(lambda: self._counters.all_idle(self._pool.alive) or set(self._failures.dead) != dead, LONG)
+        given = [
+            message.content for message in self._pool.told if message.kind == "result" and message.worker == source
+        ]
+        self._pool.told = self._errors()
+        if not given or set(self._failures.dead) != dead:
+            return False
+        self._foreign = given[0]["foreign"]
+        return True
 
     def _go_back(self, kept: int, fallen: Sequence[int]) -> None:
         """Go back to the state of an earlier step: the caller's own if ``kept`` is negative, else the snapshot.

@@ -34,12 +34,13 @@ class JaxRecord(Record):
 
     def open(self, made: Made) -> Framework:
         """On one device, or several of this process."""
-        if made.part[1] > 1 and len(made.devices) > 1:
+        if made.processes > 1 and len(made.devices) > 1:
             raise UsageError(
                 f"devices is {list(made.devices)}, but of several processes each drives one jax device in this "
                 "version; use one process for all of them, or leave devices out"
             )
-        return _adapter().Jax(made.definition, made.devices, made.model)
+        devices = made.devices or (["cpu"] if made.processes > 1 else [])
+        return _adapter().Jax(made.definition, devices, made.model)
 
     def factory(self, make_model: Callable[..., Any], seed: int) -> Callable[[], Any]:
         """With a key for its random numbers."""

@@ -35,6 +35,7 @@ class Sharing(seams.Sharing):
     device: Any
     arrays: Arrays = arithmetic
     moving_seconds = 3.0  # of compiling
+    devices = ()
     portable = True
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
@@ -117,8 +118,10 @@ class SharedState:
     def aim(self, homes: Gradient | None) -> None:
         """Does nothing: gradients are copied there when they are published."""
 
-    def weights(self) -> list[np.ndarray]:
-        return [plain(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._state.params)]
+    def weights(self, numbers: Sequence[int] | None = None) -> list[np.ndarray]:
+        leaves = jax.tree.leaves(self._state.params)
+        chosen = leaves if numbers is None else [leaves[number] for number in numbers]
+        return [plain(leaf).reshape(-1).view(np.uint8) for leaf in chosen]
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[Any]) -> None:
         pairs = zip(weights, self._specs, strict=True)

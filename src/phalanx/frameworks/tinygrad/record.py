@@ -33,9 +33,9 @@ class TinygradRecord(Record):
 
     def open(self, made: Made) -> Framework:
         """In a single process only."""
-        if made.part[1] > 1:
+        if made.processes > 1:
             raise UsageError(
-                f"this is one of {made.part[1]} processes, but a recipe with tinygrad computes in one; use one "
+                f"this is one of {made.processes} processes, but a recipe with tinygrad computes in one; use one "
                 "process, with several devices"
             )
         return _adapter().Tinygrad(made.definition, made.devices, made.model)

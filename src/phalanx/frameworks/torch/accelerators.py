@@ -8,8 +8,12 @@ for deterministic kernels.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +23,9 @@ from phalanx.errors import RunError, UsageError
 
 CUDNN: Any = torch.backends.cudnn
 FILLING: Any = torch.utils.deterministic
+EXPECTED: dict[str, str] = {}  # modules that register kinds of devices, by kind
 MENTIONED: set[str] = set()  # topics that this process has warned of
+LOCAL_RANKS = "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"
 WORKSPACE, WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
@@ -31,8 +37,32 @@ def prepare(names: Sequence[str], *, allow: bool) -> None:
     UsageError
         One was used before, so it is too late.
     """
-    if not allow and any(name.startswith("cuda") for name in names):
+    for kind in {name.partition(":")[0] for name in names} & set(EXPECTED):
+        if not hasattr(torch, kind):
+            importlib.import_module(EXPECTED[kind])
+        if not hasattr(torch, kind):
+            raise UsageError(
+                f"devices names {kind!r}, which this process gets from {EXPECTED[kind]}, but importing that does not "
+                "register it in a worker; let the module register the kind when it is imported"
+            )
+    named = any(name.startswith("cuda") for name in names)
+    if not allow and torch.version.cuda is not None and (named or torch.cuda.device_count()):
         set_workspace()
+
+
+def registered() -> list[str]:
+    """The kind of devices that a package has registered in this process, and the module that did; empty if none has."""
+    kind = torch._C._get_privateuse1_backend_name()
+    module = getattr(torch, kind, None)
+    if module is None:
+        return []
+    return [kind, module.__name__ if type(module) is ModuleType else type(module).__module__]
+
+
+def expect(kind: list[str]) -> None:
+    """Note which module registers a kind in the caller's process; it is imported if a device of it is named."""
+    if kind:
+        EXPECTED[kind[0]] = kind[1]
 
 
 @contextlib.contextmanager
@@ -51,54 +81,67 @@ def current(device: torch.device) -> Iterator[None]:
 
 
 class Deterministic(contextlib.AbstractContextManager[None]):
-    """Inside, kernels are deterministic, and none is chosen by timing. Outside, the caller's settings hold.
+    """Inside, a device is the current one, its kernels are deterministic, and none is chosen by timing.
 
     Parameters
     ----------
-    devices : sequence of torch.device
-        Of one kind.
+    device : torch.device
+        An accelerator.
     allow : bool
         Whether operations without a deterministic kernel are allowed.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, allow: bool) -> None:
-        self._accelerated = devices[0].type != "cpu"
-        self._allow = allow
-        prepare([devices[0].type], allow=allow)
+    def __init__(self, device: torch.device, *, allow: bool) -> None:
+        self._device, self._allow = device, allow
+        prepare([device.type], allow=allow)
 
     def __enter__(self) -> None:
-        if not self._accelerated:
-            return
+        self._current = current(self._device)
+        self._current.__enter__()
         self._flags = CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory
         self._mode = torch.get_deterministic_debug_mode()
         CUDNN.benchmark, CUDNN.deterministic = False, True
         if not self._mode:
             FILLING.fill_uninitialized_memory = False  # torch's own check: it writes all new memory once more
-        torch.use_deterministic_algorithms(not self._allow)
+        _be_deterministic(not self._allow)
 
     def __exit__(self, *_: object) -> None:
-        if self._accelerated:
-            torch.use_deterministic_algorithms(self._mode > 0, warn_only=self._mode == 1)
-            CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory = self._flags
+        _be_deterministic(self._mode > 0, warn_only=self._mode == 1)
+        CUDNN.benchmark, CUDNN.deterministic, FILLING.fill_uninitialized_memory = self._flags
+        self._current.__exit__(None, None, None)
+
+
+def _be_deterministic(on: bool, *, warn_only: bool = False) -> None:
+    """As ``torch.use_deterministic_algorithms``, which imports the compiler; that takes a second in each worker."""
+    if "torch._dynamo" in sys.modules:  # something is compiled, or will be
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    else:
+        torch._C._set_deterministic_algorithms(on, warn_only=warn_only)
 
 
 def set_workspace() -> None:
-    """Set the variable that makes CUDA's matrix products deterministic; it is read once, when CUDA is started.
+    """Set the variable that makes CUDA's matrix products deterministic; it is read once, before the first of them.
 
     Raises
     ------
     UsageError
-        CUDA was started without it.
+        There was one without it.
     """
-    if os.environ.get(WORKSPACE) in WORKSPACES or torch.version.cuda is None:
+    if os.environ.get(WORKSPACE) in WORKSPACES:
         return
-    if torch.cuda.is_initialized():
+    os.environ[WORKSPACE] = WORKSPACES[0]
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        with Deterministic(torch.device("cuda", torch.cuda.current_device()), allow=False):
+            torch.zeros(16, 16, device="cuda").mm(torch.zeros(16, 16, device="cuda"))
+    except RuntimeError as error:
+        del os.environ[WORKSPACE]
         raise UsageError(
-            f"CUDA was started in this process before {WORKSPACE} was set, so its matrix products may differ from run "
+            f"CUDA multiplied matrices in this process before {WORKSPACE} was set, so its products may differ from run "
             f"to run; write this before anything uses CUDA: import os; os.environ[{WORKSPACE!r}] = {WORKSPACES[0]!r} "
             '(or give the promise up: nondeterministic="allow")'
-        )
-    os.environ[WORKSPACE] = WORKSPACES[0]
+        ) from error
 
 
 @contextlib.contextmanager
@@ -114,9 +157,10 @@ def watched(devices: Sequence[torch.device]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         names = ", ".join(map(str, dict.fromkeys(devices)))
+        traceback.clear_frames(error.__traceback__)  # they hold what the failed step had computed
         raise RunError(
-            f"out of memory on {names} ({error}); use more devices, which share the optimizer's state, or a larger "
-            "replicas= (part of the answer), which makes each share smaller"
+            f"out of memory on {names} ({error}); use a larger micro_batches= or replicas= (both part of the answer), "
+            "which make what is computed at once smaller, or set PYTORCH_ALLOC_CONF=expandable_segments:True"
         ) from error
     except RuntimeError as error:
         lost = [str(device) for device in dict.fromkeys(devices) if device.type != "cpu" and not _answers(device)]
@@ -124,7 +168,9 @@ def watched(devices: Sequence[torch.device]) -> Iterator[None]:
             raise
         raise RunError(
             f"{', '.join(lost)} failed ({error}); what lies in its memory is lost, so this process cannot go on with "
-            "it: start again, with a run_dir from the newest snapshot there, on other devices if it stays broken"
+            "it: start again, with a run_dir from the newest snapshot there, on other devices if it stays broken. An "
+            "index out of range (of an embedding, of a class) looks like this: do that step with devices='cpu', or set "
+            "CUDA_LAUNCH_BLOCKING=1"
         ) from error
 
 
@@ -176,12 +222,24 @@ def spelled(names: Sequence[str], replicas: int) -> list[str]:
 def available() -> list[tuple[str, str, str]]:
     """Each device that torch can use here: name, what it is, "". Without an accelerator: what that needs."""
     rows = [("cpu", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads", "")]
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind, count = accelerator()
     if kind is None:
         build = f"no accelerator that torch {torch.__version__} can use; builds for CUDA, ROCm and XPU: see pytorch.org"
         return [*rows, ("cuda", "", build)]
-    names = [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())]
-    return rows + [(name, facts([name]).get("names", kind.type), "") for name in names]
+    names = [f"{kind}:{number}" for number in range(count)]
+    return rows + [(name, facts([name]).get("names", kind), "") for name in names]
+
+
+def accelerator() -> tuple[str | None, int]:
+    """The kind of accelerator of this machine, and how many there are; None without one. Starts none of them.
+
+    Whether CUDA is available is not asked: that starts it, after which no child process could use it.
+    """
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return None, 0
+    count = getattr(torch.get_device_module(device), "device_count", lambda: 1)()
+    return (device.type if count else None), count
 
 
 def facts(names: Sequence[str]) -> dict[str, str]:
@@ -232,24 +290,40 @@ def _all_of(kind: str, replicas: int) -> list[str]:
 
 
 def _local() -> str:
-    """The accelerator that torchrun means for this process."""
-    rank = os.environ.get("LOCAL_RANK", "")
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind is None or not rank.isdigit():
-        missing = "torch has no accelerator here" if kind is None else "LOCAL_RANK is not set, as torchrun sets it"
+    """The accelerator that the launcher means for this process: the only one here, or the one with its number."""
+    (kind, count), rank = accelerator(), _local_rank()
+    if kind is None or (rank is None and count > 1):
+        missing = "torch has no accelerator here" if kind is None else f"none of {', '.join(LOCAL_RANKS)} is set"
         raise UsageError(f"devices names 'local', but {missing}; name the device, as in devices=['cuda:0']")
-    return f"{kind.type}:{rank}"
+    return f"{kind}:{0 if count == 1 else rank}"
+
+
+def _local_rank() -> str | None:
+    """The number of this process on its host, as launchers tell it."""
+    return next((os.environ[name] for name in LOCAL_RANKS if os.environ.get(name, "").isdigit()), None)
+
+
+def chosen(names: Sequence[str], home: torch.device) -> Sequence[str]:
+    """The device of one process of a world: named, else where the model is made, else the launcher's, else the CPU."""
+    if not names and home.type != "cpu":
+        return [str(home)]
+    kind, count = accelerator()
+    if names and names not in ([kind], (kind,)):
+        return names
+    if kind is None or (not names and count > 1 and _local_rank() is None):
+        return ["cpu"]
+    name = _local()
+    _mention("local", f"this process trains on {name}, one of {checks.counted(count, 'device')}")
+    return [name]
 
 
 def _mention_idle() -> None:
     """Warn once that there are accelerators, which a run does not use because nobody named them."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind, count = accelerator()
     if kind is not None:
-        count = torch.accelerator.device_count()
         _mention(
             "idle",
-            f"{count} {kind.type} devices are idle, as make_model makes the model elsewhere; devices={kind.type!r} "
-            "uses them",
+            f"{count} {kind} devices are idle, as make_model makes the model elsewhere; devices={kind!r} uses them",
         )
 
 

@@ -32,13 +32,15 @@ from phalanx.surroundings.turns import Reentrant
 
 
 class Torch:
-    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; ``lanes`` is for other devices.
+    """Implements ``seams.Framework`` for PyTorch on the CPU, the reference; ``device`` is for accelerators.
 
     Parameters
     ----------
     definition : Definition
     model : Any
         What ``make_model`` made, inside its record's ``building``.
+    devices : sequence of str
+        Of workers, where each has its own.
 
     Attributes
     ----------
@@ -48,9 +50,11 @@ class Torch:
 
     name = "torch"
     lanes: Lanes | None = None
+    following: Callable[[], Sequence[Todo]] | None = None
 
-    def __init__(self, definition: Definition, model: Any) -> None:
+    def __init__(self, definition: Definition, model: Any, devices: Sequence[str] = ()) -> None:
         self.arithmetic: Arithmetic = arithmetic
+        self._of_workers = devices
         with self._surrounded(definition):
             self._build(definition, checked(model))
 
@@ -65,14 +69,18 @@ class Torch:
         with self.environment, interrupts.user_code():
             yield
 
-    def _build(self, definition: Definition, model: torch.nn.Module) -> None:
+    def _lane_on(self, definition: Definition, model: torch.nn.Module) -> Lane:
+        """What computes replicas, with the model where it is to be."""
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
-        self._lane = Lane(definition, model, feed.batch, Buffers(model), AmbiguousMean(definition))
+        return Lane(definition, model, feed.batch, Buffers(model), AmbiguousMean(definition))
+
+    def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
+        self._lane = self._lane_on(definition, model)
         self._updates = updates_of(definition, self._lane.named, model)
         self._find_compiled(definition, model)
         facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
-        self.sharing: seams.Sharing = Sharing(*facts, portable=not self._updates.foreign)
+        self.sharing: seams.Sharing = Sharing(*facts, self._of_workers, portable=movable and not self._updates.foreign)
 
     def _find_compiled(self, definition: Definition, model: torch.nn.Module) -> None:
         contexts = compiled({"make_model": model, **definition.holders})
@@ -127,7 +135,10 @@ class Torch:
 
     def capture(self, *, copy: bool) -> Captured:
         self.rewind()
-        return captured(self._lane.model, self._updates, copy=copy)
+        state = captured(self._lane.model, self._updates, copy=copy)
+        if self._of_workers:  # they computed elsewhere
+            state.facts["device"] = self._of_workers[0].partition(":")[0]
+        return state
 
     def adopt(self, state: Captured) -> None:
         self.rewind()

@@ -163,8 +163,16 @@ class DeviceArithmetic:
             FOREACH._foreach_add_(mine, theirs)
         return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
+    def divide(self, vector: Gradient, divisor: float) -> Gradient:
+        """One kernel for all where that is a product, whose bits are the same."""
+        there = [entry for entry in vector if entry is not None]
+        factor = None if any(map(torch.is_complex, there)) else _factor(divisor)
+        if factor is None:
+            return divide(vector, divisor)
+        FOREACH._foreach_mul_(there, factor.item())
+        return vector
+
     scale = staticmethod(scale)
-    divide = staticmethod(divide)
     finite = staticmethod(finite)
     checksum = staticmethod(checksum)
 

@@ -21,6 +21,7 @@ from torch.utils._device import DeviceContext
 from phalanx.definition import generators
 from phalanx.definition.reachable import reachable
 from phalanx.errors import UsageError
+from phalanx.frameworks.torch import accelerators
 
 AUTOGRAD: Any = torch._C._autograd  # type: ignore[attr-defined]
 CORE: Any = torch._C  # autograd.set_multithreading_enabled does the same in five times the time
@@ -252,6 +253,7 @@ def _flushes_denormals() -> bool:
 
 cuda, cudnn, mkldnn, mha = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn, torch.backends.mha
 SETTINGS: dict[str, Setting] = {  # of this process, that change bits or decide what a model is made of
+    "registered": (accelerators.registered, accelerators.expect),
     "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default_device": (lambda: str(torch.get_default_device()), torch.set_default_device),
     "flush_denormal": (_flushes_denormals, torch.set_flush_denormal),
@@ -275,6 +277,9 @@ SETTINGS: dict[str, Setting] = {  # of this process, that change bits or decide 
 }
 
 
+UNRECORDED = "registered", "default_device", "anomaly"
+
+
 def numeric_environment() -> dict[str, Any]:
     """The values of all settings."""
     return {name: _unless_mixed(read) for name, (read, _) in SETTINGS.items()}
@@ -290,7 +295,7 @@ def recorded_environment() -> dict[str, Any]:
         for (backend, operation), value in zip(PRECISIONS, settings["precisions"], strict=False)
         if value != "none" and (mixed or (backend, operation) not in LEGACY)
     }
-    recorded = {name: repr(value) for name, value in settings.items() if name not in ("default_device", "anomaly")}
+    recorded = {name: repr(value) for name, value in settings.items() if name not in UNRECORDED}
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), **recorded}
 
 

@@ -22,7 +22,7 @@ from phalanx.definition import generators
 from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
 from phalanx.definition.plain import check_like, is_flag
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.arithmetic import FOREACH, Gradient
+from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
 from phalanx.plan import update_key
 from phalanx.seams.records import Training
@@ -57,7 +57,7 @@ class Update:
         kinds = {(parameter.dtype, parameter.device.type) for parameter in self._parameters}
         self._uniform = len(kinds) == 1 and self._parameters[0].device.type == "cpu"
         self._norm: torch.Tensor | None = None
-        self._max_norm = definition.max_norm
+        self._max_norm, self._shared = definition.max_norm, definition.replicas > 1
         self.optimizers = build_optimizers(definition, named if chosen is None else chosen, model)
         self.foreign = any(map(_foreign, self.optimizers))  # one is not torch's own
         self.whole = self.foreign or not self._uniform  # it has to see all parameters at once
@@ -112,16 +112,13 @@ class Update:
         return self.total_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
 
     def enqueue_norm(self, gradient: Gradient, device: torch.device) -> torch.Tensor:
-        """The norm on ``device``, not waited for. Each tensor's own norm is taken on the device where it lies."""
+        """The norm, on the ``device`` of the gradient; not waited for."""
         present = [grad for grad in gradient if grad is not None]
-        if len({grad.dtype for grad in present}) > 1:  # torch groups them by dtype, in an order of its own
-            present = [grad.to(device) for grad in present]
-        if len({grad.device for grad in present}) <= 1 and device.type != "cpu":
-            norm = torch.nn.utils.get_total_norm(present).to(device)
-        elif self._uniform or len({grad.device for grad in present}) > 1:
-            norm = torch.linalg.vector_norm(_gathered_norms(present, device))
+        if self._shared and len({grad.dtype for grad in present}) > 1:
+            # torch adds up groups of a dtype in an order that depends on the device's number.
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad).double() for grad in present]))
         else:
-            norm = torch.nn.utils.get_total_norm(present)
+            norm = torch.nn.utils.get_total_norm(present).to(device)
         self._norm = norm
         return norm
 
@@ -291,20 +288,6 @@ def _alone(definition: Definition, phase: Phase) -> Definition:
     """A recipe that has this phase's optimizer and scheduler as its own."""
     nothing = dict.fromkeys(("data", "steps", "epochs", "phases", *SAMPLING))
     return dataclasses.replace(definition, optimizer=phase.optimizer, scheduler=phase.scheduler, **nothing)
-
-
-def _gathered_norms(gradient: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The norm of each tensor, in order, on ``device``; one copy from each of the others."""
-    homes: dict[torch.device, list[int]] = {}
-    for number, grad in enumerate(gradient):
-        homes.setdefault(grad.device, []).append(number)
-    norms: list[torch.Tensor] = [torch.empty(0)] * len(gradient)
-    for home, numbers in homes.items():
-        mine = [gradient[number] for number in numbers]
-        each = FOREACH._foreach_norm(mine) if home.type != "cpu" else [torch.linalg.vector_norm(grad) for grad in mine]
-        for number, norm in zip(numbers, torch.stack(each).to(device, non_blocking=True).unbind(), strict=True):
-            norms[number] = norm
-    return torch.stack(norms)
 
 
 def check_no_global_hooks() -> None:

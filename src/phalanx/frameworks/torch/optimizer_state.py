@@ -81,6 +81,11 @@ class OptimizerState:
             (optimizer, parameter), key = self._places[piece]
             optimizer.state[parameter][key] = home
 
+    def on_device(self, piece: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A piece that was read in host memory, where its parameter is."""
+        (optimizer, parameter), key = self._places[piece]
+        return on_device({key: tensor}, parameter, optimizer)[key]
+
     def foreign(self, indices: Iterable[int]) -> list[Any] | None:
         """The state of optimizers from elsewhere, by value: for each its state by parameter, and all else."""
         if not self._foreign:
@@ -89,7 +94,7 @@ class OptimizerState:
             return None
         described: list[Any] = []
         for optimizer in self._optimizers:
-            state = {index: optimizer.state.get(self._parameters[index]) for index in indices}
+            state = {index: map_tree(_home, optimizer.state.get(self._parameters[index])) for index in indices}
             beside = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
             described.append(({index: value for index, value in state.items() if value}, beside))
         return described
@@ -102,7 +107,8 @@ class OptimizerState:
         for optimizer, (state, beside) in zip(self._optimizers, described, strict=True):
             optimizer.state.clear()
             for index in wanted & set(state):
-                optimizer.state[self._parameters[index]] = map_tree(_own, state[index])
+                own = map_tree(_own, state[index])
+                optimizer.state[self._parameters[index]] = on_device(own, self._parameters[index], optimizer)
             optimizer.state.update(beside)
 
     def _check(self, piece: StatePiece, value: torch.Tensor) -> None:
@@ -202,6 +208,22 @@ def _made(
 def _spec(leaf: torch.Tensor) -> Spec:
     strides = torch.empty_like(leaf, device="meta").stride()
     return Spec(tuple(leaf.shape), strides, str(leaf.dtype).removeprefix("torch."), leaf.dtype.itemsize)
+
+
+def on_device(value: Any, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    """State of a parameter on its device, whichever it was on; numbers that torch keeps on the host stay there."""
+    if parameter.device.type == "cpu" or not isinstance(value, Mapping):
+        return value
+    group = next(group for group in optimizer.param_groups if any(item is parameter for item in group["params"]))
+    stays = () if group.get("fused") or group.get("capturable") else ("step", "mu_product")
+    return {
+        key: item.to(parameter.device) if isinstance(item, torch.Tensor) and key not in stays else item
+        for key, item in value.items()
+    }
+
+
+def _home(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _own(leaf: Any) -> Any:

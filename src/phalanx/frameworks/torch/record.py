@@ -16,8 +16,8 @@ from phalanx.definition.generators import NEAR, Global
 from phalanx.frameworks.record import Collate, Made, Record
 from phalanx.frameworks.torch import accelerators, environment, snapshot
 from phalanx.frameworks.torch.adapter import Torch
+from phalanx.frameworks.torch.device import TorchDevice
 from phalanx.frameworks.torch.environment import Environment
-from phalanx.frameworks.torch.lanes import TorchLanes
 from phalanx.frameworks.torch.model import checked_new, copied
 from phalanx.frameworks.torch.replica.feed import default_collate
 from phalanx.seams import Framework
@@ -51,13 +51,16 @@ class TorchRecord(Record):
         return isinstance(model, torch.nn.Module) and not isinstance(model, torch.jit.ScriptModule)
 
     def open(self, made: Made) -> Framework:
-        """On the CPU, or on several devices or an accelerator."""
-        definition, model, devices, again, allow, part = made
+        """On the CPU, or on an accelerator; several devices are those of workers, and the state here is on the CPU."""
+        definition, model, devices, allow, processes, apart = made
         home = next(checked_new(model).parameters()).device
-        resolved = accelerators.found(devices, definition.replicas // part[1], home)
-        if len(resolved) > 1 or resolved[0].type != "cpu":
-            return TorchLanes(definition, resolved, model, lambda: checked_new(again()), allow=allow, part=part)
-        return Torch(definition, model)
+        if processes > 1:
+            devices = accelerators.chosen(devices, home)
+        resolved = accelerators.found(devices, definition.replicas // processes, home)
+        accelerated = resolved[0].type != "cpu"
+        if len(resolved) > 1 or (accelerated and apart):
+            return Torch(definition, model, list(map(str, resolved)))
+        return TorchDevice(definition, model, resolved[0], allow=allow) if accelerated else Torch(definition, model)
 
     @contextmanager
     def building(self, threads: int, devices: Sequence[str], *, allow: bool) -> Iterator[None]:

@@ -11,17 +11,18 @@ import dataclasses
 import functools
 import gc
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from phalanx.frameworks.torch import arithmetic
-from phalanx.frameworks.torch.arithmetic import Gradient, spec_of, view
+from phalanx.errors import UsageError
+from phalanx.frameworks.torch import accelerators, arithmetic
+from phalanx.frameworks.torch.arithmetic import Gradient, blank, spec_of, view
 from phalanx.frameworks.torch.optimizer import Updates, check_no_global_hooks
 from phalanx.frameworks.torch.optimizer_state import OptimizerState, find_pieces
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
@@ -46,6 +47,7 @@ class Sharing:
     updates: Updates
     collector: Collector
     environment: AbstractContextManager[None]
+    devices: Sequence[str]
     portable: bool  # optimizers from elsewhere may keep some of the state in attributes
     arrays: Arrays = arithmetic
     moving_seconds = 0.2  # of making the arena and forking workers
@@ -58,15 +60,26 @@ class Sharing:
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
         check_no_global_hooks()
+        home = self.parameters[0].device
+        if home.type != "cpu" and not placement.copies:
+            raise UsageError(
+                f"make_model puts the model on {home}, but workers share memory of the CPU where no devices are named; "
+                f"name one for each, as in devices=['{home.type}:0', '{home.type}:1'], or leave workers out"
+            )
         if known is None:
             with self.environment:
                 contents = self._contents(find_pieces(self.updates, self.parameters), placement.replicas)
         else:
             contents = dataclasses.replace(self._contents(known.state, 1), frozen=known.frozen, private=known.private)
-        owners = [0] * len(self.parameters) if self.updates.whole else contents.owners(placement.workers)
+        if placement.copies:
+            contents = apart(contents)
+        alone = self.updates.whole and not placement.copies
+        owners = [0] * len(self.parameters) if alone else contents.owners(placement.workers)
         return lay_out(contents, owners, placement, take)
 
     def open(self, layout: Layout, arena: mmap.mmap, worker: int | None) -> SharedState:
+        if layout.copies:
+            return CopiedState(self, layout)
         return SharedState(self, layout) if worker is None else WorkerState(self, layout, arena, worker)
 
     def move(self, layout: Layout, places: Places) -> None:
@@ -133,9 +146,10 @@ class SharedState:
         self._updates.take_options(options)
         self._buffers.expect()  # somebody else may have written them
 
-    def weights(self) -> list[np.ndarray]:
+    def weights(self, numbers: Sequence[int] | None = None) -> list[np.ndarray]:
         """These are the model's own memory."""
-        return [bytes_of(storage) for storage in storages_of(self._parameters).values()]
+        storages = list(storages_of(self._parameters).values())
+        return [bytes_of(storages[number]) for number in (range(len(storages)) if numbers is None else numbers)]
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[torch.Tensor]) -> None:
         for mine, shared in zip(self.weights(), weights, strict=True):
@@ -146,6 +160,42 @@ class SharedState:
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
         """No other process takes part."""
         return self._updates.norm(gradient)
+
+
+class CopiedState(SharedState):
+    """Implements ``seams.SharedState`` for a process that has the whole state, on any device, beside the arena."""
+
+    direct = False
+
+    def __init__(self, sharing: Sharing, layout: Layout) -> None:
+        super().__init__(sharing, layout)
+        self._specs = layout.contents.gradients
+        self._device = self._parameters[0].device
+        self.adopt = self._placed
+
+    def weights(self, numbers: Sequence[int] | None = None) -> list[np.ndarray]:
+        """Copies in host memory."""
+        chosen = range(len(self._specs)) if numbers is None else numbers
+        with accelerators.watched([self._device]):
+            copies = [blank(self._specs[number]).copy_(self._parameters[number].detach()) for number in chosen]
+        return [bytes_of(copy.untyped_storage()) for copy in copies]
+
+    def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, content, spec in zip(self._parameters, weights, self._specs, strict=True):
+                parameter.copy_(view(cast("mmap.mmap", content), 0, spec))
+        self._buffers.rehome([shared.clone().to(self._device) for shared in buffers])
+
+    def _placed(self, pieces: Mapping[int, torch.Tensor], *, more: bool = False) -> None:
+        """Use copies of them, each on the device where torch's own loading would put it."""
+        on = {piece: self._state.on_device(piece, shared.clone()) for piece, shared in pieces.items()}
+        self._state.adopt(on, more=more)
+
+
+def apart(contents: Contents) -> Contents:
+    """The same contents, with memory of its own for each parameter; on other devices, parameters share none."""
+    sizes = [spec.nbytes for spec in contents.gradients]
+    return dataclasses.replace(contents, storages=sizes, storage_of=list(range(len(sizes))), frozen=[])
 
 
 class WorkerState(SharedState):

@@ -14,7 +14,7 @@ from phalanx.definition.digest import Entry, digest_of
 from phalanx.definition.plain import check_like, check_specs, decoded, encoded, taking_over
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.optimizer import Updates, fit_options
-from phalanx.frameworks.torch.optimizer_state import check_state, find_pieces
+from phalanx.frameworks.torch.optimizer_state import check_state, find_pieces, on_device
 from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.schedules import Named
 from phalanx.seams.records import CODES, STATE_DICT, Captured, Tensor
@@ -68,7 +68,7 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
             optimizer.state.clear()
             described, beside = (decoded(part, find, f"optimizer.{number}") for part in theirs)
             for name, value in described.items():
-                optimizer.state[parameters[name]] = _placed(value, parameters[name], optimizer)
+                optimizer.state[parameters[name]] = on_device(value, parameters[name], optimizer)
             check_like(beside, beside if updates.foreign else {}, f"optimizer.{number}")
             optimizer.state.update(beside)
         options = decoded(state.facts["options"], find, "options")
@@ -105,7 +105,8 @@ def _taken(tensor: torch.Tensor, *, copy: bool) -> Tensor:
     if _name(tensor.dtype) not in CODES:
         raise UsageError(f"a tensor of the model is {tensor.dtype}, which no snapshot can hold; train without run_dir")
     content: Any = bytes_of(tensor.detach().cpu()).numpy()
-    return Tensor(_name(tensor.dtype), tuple(tensor.shape), content.copy() if copy else content)
+    own = tensor.device.type != "cpu"  # what came from a device is in memory of its own already
+    return Tensor(_name(tensor.dtype), tuple(tensor.shape), content.copy() if copy and not own else content)
 
 
 def stored(leaf: Any) -> Tensor | None:
@@ -143,18 +144,6 @@ def _found(training: dict[str, Tensor], reference: Any, path: str) -> torch.Tens
         raise ValueError(f"{path} is {name!r:.80}")
     tensor = tensor_of(training.pop(path))
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
-
-
-def _placed(value: Any, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
-    """State of a parameter on its device, whichever it was on; a step counter where torch's own loading puts it."""
-    if parameter.device.type == "cpu" or not isinstance(value, Mapping):
-        return value
-    group = next(group for group in optimizer.param_groups if any(item is parameter for item in group["params"]))
-    stays = () if group.get("fused") or group.get("capturable") else ("step",)
-    return {
-        key: item.to(parameter.device) if isinstance(item, torch.Tensor) and key not in stays else item
-        for key, item in value.items()
-    }
 
 
 def tensor_of(stored: Tensor) -> torch.Tensor:

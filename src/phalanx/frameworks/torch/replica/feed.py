@@ -136,7 +136,7 @@ class DeviceFeed:
 def can_pin() -> bool:
     """Whether torch has pinned memory here."""
     try:
-        torch.empty(1).pin_memory()
+        torch.empty(1, device="cpu").pin_memory()
     except RuntimeError:
         return False
     return True

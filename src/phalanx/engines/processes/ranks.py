@@ -1,0 +1,177 @@
+"""The link between workers that each have a device: counters say how far they are, and an exchange adds gradients up.
+
+Losses, weights, which gradients there are, and buffers go through the arena, as between other workers. Gradients go
+from device to device, and every worker updates everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.definition.data import Share
+from phalanx.engines.hosts.exchange import Rendezvous
+from phalanx.engines.hosts.link import HostLink
+from phalanx.engines.hosts.ranks import Exchange, Transport, connected, reached
+from phalanx.engines.processes.link import ArenaLink
+from phalanx.errors import RunError, Trouble
+from phalanx.plan.fold import Fold, Placement
+from phalanx.plan.lifecycle import Phase
+from phalanx.seams import Framework
+from phalanx.seams.records import Part, Vector
+from phalanx.shared.counters import LEAVE, Barrier
+from phalanx.shared.layout import Plan
+from phalanx.shared.memory import Memory
+from phalanx.shared.state import Shard
+
+
+class RankLink(ArenaLink):
+    """Implements ``seams.Link``.
+
+    Parameters
+    ----------
+    device : str
+        The name of this worker's.
+    meeting : Memory
+        Where the workers find each other.
+    seconds : float
+        How long to wait for another worker.
+    framework, shard, plan, placement, arena, barrier
+        As of ``ArenaLink``.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        meeting: Memory,
+        seconds: float,
+        framework: Framework,
+        shard: Shard,
+        plan: Plan,
+        placement: Placement,
+        arena: mmap.mmap,
+        barrier: Barrier,
+    ) -> None:
+        super().__init__(framework, shard, plan, placement, arena, barrier)
+        specs, blocks = plan.layout.contents.gradients, placement.blocks
+        connect = functools.partial(connected, meeting.fd, barrier.worker, len(blocks), device, seconds)
+        self._exchange_by(Exchange(specs, placement.replicas, blocks, barrier.worker, device), connect)
+
+    def _exchange_by(self, exchange: Exchange, connect: Callable[..., Transport]) -> None:
+        self._exchange, self._connect = exchange, connect
+        self._transport: Transport | None = None
+        self._generation = -1
+
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        self._count(0)
+        self._barrier.at(Phase.COMPUTING)
+        self._sums: Fold[Vector] = Fold(self._replicas, self._framework.arithmetic.add)
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        self._sums.push(replica, gradient)
+        if samples:
+            self._shard.leave(replica, buffers)
+        self._count(self._done + 1)
+        self._check(LEAVE)
+
+    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
+        """Waits for the device: the numbers of all replicas decide what is added up."""
+        return super().all_gather(_read(self._framework, parts))
+
+    def mean(self, weight: float) -> Vector:
+        over = functools.partial(_divided, self._framework, weight)
+        return self._exchange.total(self._joined(), self._present(), self._mine, over)
+
+    def norm(self, gradient: Vector) -> float:
+        if self._transport is not None:
+            self._transport.settle()
+        norm = self._framework.norm(gradient)
+        self._counters.sums[self._worker] = norm
+        self._meet()
+        for worker, other in enumerate(self._counters.sums.tolist()):
+            if repr(other) != repr(norm):
+                raise RunError(
+                    f"the gradient that worker {worker} got has another norm ({other!r}) than that of worker "
+                    f"{self._worker} ({norm!r}): a device computes or copies wrongly; nothing was updated"
+                )
+        return norm
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        self._barrier.at(Phase.UPDATING)
+        if gradient is not None:
+            ran = [replica for replica, part in enumerate(self.parts) if part.samples]
+            buffers = [(int(self.parts[replica].samples), self._shard.left(replica)) for replica in ran]
+            self._framework.update(step, gradient, buffers)
+        self._barrier.at(Phase.UPDATED)
+        self._barrier.wait()
+
+    def _publish(self) -> list[Vector | None]:
+        """Say which gradients this worker's sums have; returns the sums."""
+        mine = [partial.value for partial in self._sums.partials()]
+        positions = [at for at, (worker, _) in enumerate(self.publications.publishers) if worker == self._worker]
+        for number, (position, vector) in enumerate(zip(positions, mine, strict=True)):
+            there = b"" if vector is None else bytes(entry is not None for entry in vector)
+            self.publications.publish(position, None if vector is None else number, there)
+        return mine
+
+    def _present(self) -> list[bytes]:
+        """Which gradients each node of all workers has."""
+        entries = bytes(self.publications.entries)
+        rows = self.publications.rows(self.publications.read())
+        return [mask if number else entries for number, mask in rows]
+
+    def _joined(self) -> Transport:
+        """The connection to the other workers; made anew after any of them failed."""
+        generation = self._counters.generation
+        if self._transport is None or generation != self._generation:
+            if self._transport is not None:
+                self._transport.close()
+            self._transport, self._generation = self._connect(generation, self._check), generation
+        return self._transport
+
+    def _check(self, pause: int = -1) -> None:
+        """Leave the step if another worker failed, or if the caller wants that and nothing is under way."""
+        if self._counters.trouble or self._counters.pause == pause:
+            raise Trouble
+
+
+class HostRankLink(RankLink, HostLink):
+    """Implements ``seams.Link`` for the one worker with a device of each process in a torch.distributed world.
+
+    Parameters
+    ----------
+    rendezvous : Rendezvous
+        Where the other processes are.
+    device : str
+        The name of this worker's.
+    framework, shard, plan, placement, arena, barrier
+        As of ``ArenaLink``.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, device: str, framework: Framework, *facts: Any) -> None:
+        HostLink.__init__(self, rendezvous, framework, *facts)
+        blocks, rank, seconds = rendezvous.blocks, rendezvous.rank, rendezvous.seconds
+        specs = self.slots.specs
+        connect = functools.partial(reached, rendezvous, device, seconds)
+        self._exchange_by(Exchange(specs, self._replicas, blocks, rank, device), connect)
+
+    def _present(self) -> list[bytes]:
+        return self._masks
+
+
+def _read(framework: Framework, parts: Sequence[Part]) -> list[Part]:
+    """The same parts with numbers for losses; one copy from the device."""
+    named = [part.named or {} for part in parts]
+    losses = [part.loss for part in parts] + [value for each in named for value, _ in each.values()]
+    numbers = iter(framework.arithmetic.read(losses))
+    parts = [part._replace(loss=next(numbers)) for part in parts]
+    return [
+        part._replace(named={name: (next(numbers), weight) for name, (_, weight) in each.items()}) if each else part
+        for part, each in zip(parts, named, strict=True)
+    ]
+
+
+def _divided(framework: Framework, weight: float, mean: Any) -> Any:
+    return mean if weight == 1 else framework.arithmetic.divide([mean], weight)[0]

@@ -1,0 +1,130 @@
+"""The torch framework on an accelerator: a copy of the model there, batches that come ahead, and few waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from phalanx.definition.data import Share
+from phalanx.definition.evaluation import Metrics
+from phalanx.definition.fields import Definition
+from phalanx.errors import UsageError
+from phalanx.frameworks.torch import accelerators
+from phalanx.frameworks.torch.adapter import Torch
+from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient
+from phalanx.frameworks.torch.model import checked, put
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left
+from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
+from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.seams import Arithmetic
+from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
+
+ALIGNED = 16  # bytes
+INSTEAD = {  # of operations that common models use
+    "adaptive_avg_pool2d": "use AvgPool2d, or pool to one element",
+    "nll_loss2d": "flatten what cross_entropy gets to two dimensions, and its target to one",
+}
+
+
+class TorchDevice(Torch):
+    """Implements ``seams.Framework`` for PyTorch on an accelerator.
+
+    Parameters
+    ----------
+    definition : Definition
+    model : torch.nn.Module
+        What ``make_model`` made, inside ``building``.
+    device : torch.device
+    allow : bool
+        Whether operations without a deterministic kernel are allowed.
+    """
+
+    def __init__(self, definition: Definition, model: torch.nn.Module, device: torch.device, *, allow: bool) -> None:
+        self.arithmetic: Arithmetic = DeviceArithmetic()
+        self._device, self._of_workers = device, ()
+        kernels = accelerators.Deterministic(device, allow=allow)
+        with self._surrounded(definition, kernels), accelerators.watched([device]):
+            self._build(definition, checked(model), movable=False)
+
+    def _lane_on(self, definition: Definition, model: torch.nn.Module) -> Lane:
+        put(model, self._device)
+        host = Feed(definition, model, self._shapes)
+        ahead = definition.collate_fn is None and definition.micro_batches == 1
+        self._feed = DeviceFeed(host, self._device, ahead=ahead)
+        ambiguous = AmbiguousMean(definition)
+        return Lane(definition, model, self._feed.batch, Buffers(model), ambiguous, later=True)
+
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
+        self._feed.begin(todo)
+        return (_weighted(self._begun(item, watch)) for item in todo)
+
+    def norm(self, gradient: Gradient) -> float:
+        """Only here does a step wait for its device; meanwhile the next batches are read."""
+        with accelerators.watched([self._device]):
+            whole = self._updates.enqueue_norm(gradient, self._device)
+        following, self.following = self.following, None
+        for todo in [] if following is None else following():
+            self._feed.read_ahead(todo)
+        with accelerators.watched([self._device]):
+            return whole.item()
+
+    def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
+        home = [(samples, [value.to(self._device) for value in values]) for samples, values in buffers or ()]
+        with accelerators.watched([self._device]):
+            super().update(step, gradient, home if home else None)
+
+    def rewind(self) -> None:
+        super().rewind()
+        self._feed.forget()
+
+    def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
+        with accelerators.watched([self._device]):
+            begun = super().measure(metrics, key, share, weights)
+
+        def read() -> object:
+            with accelerators.watched([self._device]):
+                return begun()
+
+        return read  # type: ignore[return-value]
+
+    def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
+        with accelerators.watched([self._device]):
+            return super().export(steps, copy=copy, digest=digest)
+
+    def capture(self, *, copy: bool) -> Captured:
+        with accelerators.watched([self._device]):
+            return super().capture(copy=copy)
+
+    def _begun(self, todo: Todo, watch: Watch | None) -> Computed:
+        """Give the device a replica to compute; runs user code."""
+        try:
+            with accelerators.watched([self._device]):
+                return self._lane.gradient(todo) if watch is None else self._lane.watched(todo, watch)
+        except RuntimeError as error:
+            if "does not have a deterministic implementation" not in str(error):
+                raise
+            name = str(error).split(" does not have")[0]
+            instead = next((way for part, way in INSTEAD.items() if part in name), "use another operation")
+            raise UsageError(
+                f"{name} has no deterministic kernel on {self._device}, so equal bits cannot be promised; {instead}, "
+                "or give the promise up: nondeterministic='allow'"
+            ) from error
+
+
+def _weighted(computed: Computed) -> Computed:
+    """What a replica computed, with its weight read; at weight 0 the gradient is dropped.
+
+    The norm's kernel adds in another order where memory begins at an odd address, as views may. A gradient that has
+    travelled never does, so those that stay must not either.
+    """
+    if isinstance(computed.weight, Unread):
+        computed.weight = computed.weight.read()
+        if computed.weight == 0:
+            computed.gradient = None
+    if computed.gradient is not None:
+        computed.gradient = [
+            entry if entry is None or entry.data_ptr() % ALIGNED == 0 else entry.clone() for entry in computed.gradient
+        ]
+    return computed
