@@ -75,6 +75,7 @@ def test_devices_are_named():
     assert "devices" not in circumstances([], 4)
 
 
+@pytest.mark.long
 def test_what_raises_is_not_called_the_same(tmp_path):
     """A loss that raises, and a new process that ends with an error: it could not be told, in words."""
 

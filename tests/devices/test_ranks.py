@@ -246,6 +246,7 @@ def test_hooks_and_closures_over_the_model():
     assert trained(recipe, 3) == trained(recipe, 2) == trained(recipe, 1)
 
 
+@pytest.mark.long
 def test_an_optimizer_that_torch_does_not_know():
     """One that keeps state of its own goes on in each worker as it would in one process."""
     recipe = MLP.recipe(3, optimizer=Elsewhere)
@@ -361,6 +362,7 @@ def samples():
     return zip(*MLP.data, strict=True)
 
 
+@pytest.mark.long
 def test_streams():
     """Samples that are read in order go to the replicas that they would have gone to."""
     recipe = MLP.recipe(4, data=phalanx.Stream(samples), steps=2)
@@ -547,15 +549,24 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW = {unaligned}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.long] * (fault in SLOW), id=fault.__name__) for fault in FAULTS]
+)
 def test_faults_are_seen(fault):
-    """These tests can fail: each fault ends in other bits, on every processor."""
+    """These tests can fail: each fault ends in other bits, or workers notice it, on every processor."""
     recipe = FAULTS[fault]
     wanted = trained(recipe, 1)
     count = min(recipe.replicas, 3)
     assert trained(recipe, count) == wanted
     faulty = dataclasses.replace(recipe, make_model=Planted(recipe.make_model, fault))
-    assert trained(faulty, count) != wanted
+    try:
+        found = trained(faulty, count)
+    except phalanx.RunError as error:  # memory that is used too early may differ from worker to worker
+        found = str(error)
+    assert "has another norm" in found or (isinstance(found, tuple) and found != wanted)
 
 
 def other_bits_on_one(patch):
@@ -731,6 +742,7 @@ def test_batches_that_the_caller_brought(tmp_path, whom, place):
     assert sprung(tmp_path) >= 1
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs(tmp_path, wanted):
     """It counts as dead after ``deadline_seconds``, also for those that wait for its gradients."""
     recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, 4, "FOLDING", signal.SIGSTOP))
