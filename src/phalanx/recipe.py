@@ -151,7 +151,8 @@ class Recipe(Definition):
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.
         devices : "auto", str or sequence of str
-            Names as the framework has them, at most R: this process deals replicas to them (``docs/devices.md``).
+            Names as the framework has them, at most R. In torch each of several is a worker process's; in jax and
+            tinygrad this process deals replicas to them (``docs/devices.md``).
             "cuda": all that are visible; "local": the one that torchrun means; "cpu" may come several times. Worker
             processes compute on "cpu" only. "auto": where ``make_model`` puts the model.
         nondeterministic : "error" or "allow"

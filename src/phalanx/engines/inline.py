@@ -37,7 +37,6 @@ class Inline:
         Holds the state.
     run_state : RunState, optional
         The steps that were done before, in another engine.
-    link : Link, optional
     ahead : Readers, optional
         Readers in other processes, from which shares come; closed with the engine.
 
@@ -55,14 +54,13 @@ class Inline:
         definition: Definition,
         framework: Framework,
         run_state: RunState | None = None,
-        link: Link | None = None,
         ahead: Any = None,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self._definition = definition
         self._framework = framework
         self._lanes = lanes = framework.lanes
-        self._link: Link = link or (
+        self._link: Link = (
             LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
         )
         self._close_readers = weakref.finalize(self, ahead.close if ahead else bool)

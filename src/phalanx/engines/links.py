@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition.data import Share
-from phalanx.plan.fold import Fold, added, covers, remaining
+from phalanx.plan.fold import Fold, added, remaining
 from phalanx.seams import Framework, Lanes
 from phalanx.seams.records import Part, Vector
 from phalanx.surroundings import interrupts
@@ -89,11 +89,6 @@ class LaneLink(LocalLink):
         in_turn = itertools.zip_longest(*placement.blocks)  # so that each device gets work before any gets more
         self.hosted: Sequence[int] = [replica for row in in_turn for replica in row if replica is not None]
         nodes = [node for block in placement.blocks for node in remaining(placement.replicas, block)]
-        whole = range(placement.blocks[0].start, placement.blocks[-1].stop)
-        self._groups = [  # the positions of devices' sums that add up to one node of the whole block
-            [position for position, node in enumerate(nodes) if covers(top, node)]
-            for top in remaining(placement.replicas, whole)
-        ]
         self._order = functools.cache(functools.partial(added, placement.replicas, nodes))
         self.begin(0, ())
 
@@ -113,17 +108,11 @@ class LaneLink(LocalLink):
         return [by_replica[replica] for replica in sorted(by_replica)]
 
     def _total(self) -> Vector | None:
-        (total,) = self.sums()
-        return total
-
-    def sums(self) -> list[Vector | None]:
-        """The sums over all devices: one vector or, for a part of the replicas, one for each node of the tree."""
         vectors = [partial.value for fold in self._folds for partial in fold.partials()]
         there = {number: self._lanes.moved(vector) for number, vector in enumerate(vectors) if vector is not None}
         for into, source in self._order(tuple(there)):
             there[into] = self._framework.arithmetic.add(there[into], there[source])
-        firsts = [next((position for position in group if position in there), None) for group in self._groups]
-        return [None if first is None else there[first] for first in firsts]
+        return there[min(there)] if there else None
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         if gradient is not None:

@@ -77,8 +77,9 @@ def open_engine(
     framework = open_framework(definition, devices, allow=bool(allow), apart=apart)
     run_state = begin(framework)
     run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
-    if spawns or framework.sharing.devices:
+    if framework.sharing.devices and not spawns:
         WARM.prepare(definition, functions)
+    if spawns or framework.sharing.devices:
         placement = _placed(definition.replicas, framework.sharing.devices, engine, workers, count)
         facts = definition, framework, placement, run_state, Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, placement.workers, usable_cores()))

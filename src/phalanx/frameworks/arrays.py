@@ -131,6 +131,7 @@ class ArrayFramework:
     name: ClassVar[str]
     lr: float = math.nan
     lanes: Blocks | None = None
+    following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
     checked: Callable[[Any, str], Any] | None = None
     told = (0.0, 0.0)
     arithmetic: Any = arithmetic
@@ -243,7 +244,6 @@ class Blocks:
 
     def __init__(self, replicas: int, devices: int, moved: Callable[[Gradient], Gradient]) -> None:
         self.placement = place(replicas, devices)
-        self.following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
         self.moved = moved
         self.number_of = {replica: number for number, block in enumerate(self.placement.blocks) for replica in block}
 

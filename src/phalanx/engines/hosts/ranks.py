@@ -117,8 +117,8 @@ class Transport:
         mine = torch.arange(size * part, device=self._device).add_(rank * TRIED)
         came = torch.empty_like(mine)
         self.wait(self.all_to_all(came, mine, [part] * size, [part] * size))
-        rows = zip(came.view(size, part).cpu(), range(size), strict=True)
-        wrong = [other for row, other in rows if not torch.equal(row, torch.arange(part) + rank * part + other * TRIED)]
+        wanted = torch.arange(part) + rank * part
+        wrong = [at for at, row in enumerate(came.view(size, part).cpu()) if not torch.equal(row, wanted + at * TRIED)]
         if wrong:
             raise RunError(
                 f"what worker {wrong[0]} sent to {self._device} arrived with other bytes; copies between these devices "
@@ -184,7 +184,7 @@ class Transport:
         while time.monotonic() < end:
             self._check()
             time.sleep(LONGEST_NAP_SECONDS)
-        raise RunError(f"gradients could not be exchanged: {error}; start again") from error
+        raise SeveredError(f"gradients could not be exchanged: {error}; start again") from error
 
 
 class Exchange:

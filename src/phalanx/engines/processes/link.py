@@ -189,6 +189,9 @@ class ArenaLink:
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         self._count(0)
         self._barrier.at(Phase.COMPUTING)
+        self._begin_fold()
+
+    def _begin_fold(self) -> None:
         self._fold: Fold[Held] = Fold(self._replicas, self._add)
         self._aim()
 

@@ -7,24 +7,20 @@ from device to device, and every worker updates everything.
 from __future__ import annotations
 
 import functools
-import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.definition.data import Share
 from phalanx.engines.hosts.exchange import Rendezvous
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.hosts.ranks import Exchange, Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.errors import RunError, Trouble
-from phalanx.plan.fold import Fold, Placement
+from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.seams import Framework
 from phalanx.seams.records import Part, Vector
-from phalanx.shared.counters import LEAVE, Barrier
-from phalanx.shared.layout import Plan
+from phalanx.shared.counters import LEAVE
 from phalanx.shared.memory import Memory
-from phalanx.shared.state import Shard
 
 
 class RankLink(ArenaLink):
@@ -47,26 +43,21 @@ class RankLink(ArenaLink):
         device: str,
         meeting: Memory,
         seconds: float,
-        framework: Framework,
-        shard: Shard,
-        plan: Plan,
-        placement: Placement,
-        arena: mmap.mmap,
-        barrier: Barrier,
+        *facts: Any,
     ) -> None:
-        super().__init__(framework, shard, plan, placement, arena, barrier)
-        specs, blocks = plan.layout.contents.gradients, placement.blocks
-        connect = functools.partial(connected, meeting.fd, barrier.worker, len(blocks), device, seconds)
-        self._exchange_by(Exchange(specs, placement.replicas, blocks, barrier.worker, device), connect)
+        super().__init__(*facts)
+        connect = functools.partial(connected, meeting.fd, self._worker, len(self.blocks), device, seconds)
+        self._exchange_among(self.blocks, self._worker, device, connect)
 
-    def _exchange_by(self, exchange: Exchange, connect: Callable[..., Transport]) -> None:
-        self._exchange, self._connect = exchange, connect
+    def _exchange_among(
+        self, blocks: Sequence[range], rank: int, device: str, connect: Callable[..., Transport]
+    ) -> None:
+        self._exchange = Exchange(self.slots.specs, self._replicas, blocks, rank, device)
+        self._connect = connect
         self._transport: Transport | None = None
         self._generation = -1
 
-    def begin(self, step: int, shares: Sequence[Share]) -> None:
-        self._count(0)
-        self._barrier.at(Phase.COMPUTING)
+    def _begin_fold(self) -> None:
         self._sums: Fold[Vector] = Fold(self._replicas, self._framework.arithmetic.add)
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
@@ -150,12 +141,10 @@ class HostRankLink(RankLink, HostLink):
         As of ``ArenaLink``.
     """
 
-    def __init__(self, rendezvous: Rendezvous, device: str, framework: Framework, *facts: Any) -> None:
-        HostLink.__init__(self, rendezvous, framework, *facts)
-        blocks, rank, seconds = rendezvous.blocks, rendezvous.rank, rendezvous.seconds
-        specs = self.slots.specs
-        connect = functools.partial(reached, rendezvous, device, seconds)
-        self._exchange_by(Exchange(specs, self._replicas, blocks, rank, device), connect)
+    def __init__(self, rendezvous: Rendezvous, device: str, *facts: Any) -> None:
+        HostLink.__init__(self, rendezvous, *facts)
+        connect = functools.partial(reached, rendezvous, device, rendezvous.seconds)
+        self._exchange_among(rendezvous.blocks, rendezvous.rank, device, connect)
 
     def _present(self) -> list[bytes]:
         return self._masks

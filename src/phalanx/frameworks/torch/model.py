@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from phalanx.definition.fields import Definition
-from phalanx.definition.reachable import reachable
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.arithmetic import same_bytes
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what factories returned, while it lives
@@ -108,47 +104,6 @@ def _check(model: torch.nn.Module) -> None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise UsageError(f"make_model returned a model spread over {sorted(map(str, devices))}; put it on one device")
-
-
-def check_apart(definition: Definition, models: Sequence[torch.nn.Module]) -> None:
-    """Check that no function of the recipe leads to one of these models, if they are several.
-
-    Raises
-    ------
-    UsageError
-        One does; names the path.
-    """
-    if len(models) == 1:
-        return
-    own = {id(part) for model in models for part in (*model.modules(), *model.parameters(), *model.buffers())}
-    functions = {"optimizer": definition.optimizer, "scheduler": definition.scheduler, **definition.holders}
-    for path, thing in reachable({name: function for name, function in functions.items() if function is not None}):
-        if id(thing) in own:
-            raise UsageError(
-                f"{path} is a {type(thing).__name__} of the model that make_model returned, but each of several "
-                "devices has a model of its own; take what is needed from the arguments (forward_fn gets the model, "
-                "optimizer the named parameters), or name one device"
-            )
-
-
-def same(first: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
-    """Another model for another device, if it begins with the same bytes.
-
-    Raises
-    ------
-    UsageError
-        It does not.
-    """
-    mine, theirs = _tensors(first), _tensors(other)
-    pairs = zip(mine.values(), theirs.values(), strict=False)
-    if list(mine) != list(theirs) or not all(
-        (a.shape, a.dtype) == (b.shape, b.dtype) and same_bytes(a.detach(), b.detach()) for a, b in pairs
-    ):
-        raise UsageError(
-            "make_model returned another model for the second device than for the first; it must return the same "
-            "parameters and buffers each time: draw random numbers only from random, numpy.random and torch"
-        )
-    return other
 
 
 def hooked(parameter: torch.nn.Parameter) -> int:
