@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import signal
+import time
 import warnings
 
 import pytest
@@ -20,9 +21,10 @@ from phalanx.engines.processes.ranks import RankLink
 from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.frameworks.torch import accelerators
 from phalanx.frameworks.torch.adapter import Torch
+from phalanx.plan.lifecycle import Phase
 from tests.by_hand import answer
 from tests.devices.planting import Planted
-from tests.engines.deaths import PLACES, Trapped, hunted, sprung
+from tests.engines.deaths import PLACES, Trapped, hunted, once, sprung, strike
 from tests.families import ADAMW, DATA, FAMILIES, OPTIMIZERS, SCHEDULERS, Elsewhere, conv_norm, terms
 from tests.proof.faults import flip
 from tests.sampling import cover, generator, sample
@@ -623,6 +625,31 @@ def test_a_death_at_every_named_point(tmp_path, wanted, worker, place):
     recipe = norm_recipe(Trapped(conv_norm, tmp_path, worker, step, place))
     assert trained(recipe, 3, callbacks=[lambda report: seen.append(report.step)]) == wanted
     assert seen == list(range(8))
+    assert sprung(tmp_path) == 1
+
+
+class Unannounced(Trapped):
+    """The first worker ends before it has written the report of a step that the others may have done."""
+
+    def set(self):
+        from phalanx.engines.processes.worker import Worker
+
+        trap, announce = self, Worker._announce
+
+        def late(worker, step, *facts):
+            if step == trap.step and once(trap.folder, "unannounced"):
+                end, others = time.monotonic() + 1, worker._counters.workers[1:]
+                while time.monotonic() < end and any(other.progress.phase < Phase.UPDATED for other in others):
+                    time.sleep(0.001)
+                strike(signal.SIGKILL)
+            announce(worker, step, *facts)
+
+        Worker._announce = late
+
+
+def test_no_step_is_done_before_it_can_be_told_of(tmp_path, wanted):
+    """Nobody updates before the first worker has written the report: nobody else could."""
+    assert trained(norm_recipe(Unannounced(conv_norm, tmp_path, 0, 4, "")), 2) == wanted
     assert sprung(tmp_path) == 1
 
 

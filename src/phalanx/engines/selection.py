@@ -73,13 +73,14 @@ def open_engine(
     spawns = engine == "processes" or not (engine == "inline" or here or workers is None)
     if spawns:
         WARM.prepare(definition, functions)  # first: it imports while the model is made here
-    apart = engine == "processes" or (workers or 1) > 1
-    framework = open_framework(definition, devices, allow=bool(allow), apart=apart)
+    framework = open_framework(
+        definition, devices, allow=bool(allow), apart=engine == "processes" or (workers or 1) > 1
+    )
     run_state = begin(framework)
     run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
-    if framework.sharing.devices and not spawns:
-        WARM.prepare(definition, functions)
     if spawns or framework.sharing.devices:
+        if not spawns:
+            WARM.prepare(definition, functions)
         placement = _placed(definition.replicas, framework.sharing.devices, engine, workers, count)
         facts = definition, framework, placement, run_state, Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, placement.workers, usable_cores()))

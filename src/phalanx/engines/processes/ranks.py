@@ -90,6 +90,9 @@ class RankLink(ArenaLink):
         return norm
 
     def commit(self, step: int, gradient: Vector | None) -> None:
+        # The first worker has written the step's report when it comes here. Survivors that have updated are not taken
+        # back, so none may update before.
+        self._barrier.wait()
         self._barrier.at(Phase.UPDATING)
         if gradient is not None:
             ran = [replica for replica, part in enumerate(self.parts) if part.samples]
