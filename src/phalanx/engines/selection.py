@@ -68,7 +68,8 @@ def open_engine(
         facts = definition, workers, devices, processors(), deadline_seconds, begin
         return cast("Engine", open_distributed(*facts, allow=bool(allow), readers=readers))
 
-    count = workers or min(definition.replicas, usable_cores())
+    replicas = definition.replicas
+    count = workers or min(replicas, usable_cores())
     here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
     spawns = engine == "processes" or not (engine == "inline" or here or workers is None)
     if spawns:
@@ -76,12 +77,9 @@ def open_engine(
     framework = open_framework(
         definition, devices, allow=bool(allow), apart=engine == "processes" or (workers or 1) > 1
     )
-    run_state = begin(framework)
-    run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
-    if spawns or framework.sharing.devices:
-        if not spawns:
-            WARM.prepare(definition, functions)
-        placement = _placed(definition.replicas, framework.sharing.devices, engine, workers, count)
+    run_state = _begun(begin(framework), audit=audit, allow=allow, max_failures=max_failures)
+    if (named := framework.sharing.devices) or spawns:
+        placement = _on_devices(definition, functions, named, engine, workers) if named else place(replicas, count)
         facts = definition, framework, placement, run_state, Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, placement.workers, usable_cores()))
     if engine == "inline" or here or framework.lanes is not None:
@@ -90,15 +88,25 @@ def open_engine(
     return cast("Engine", Auto(definition, framework, run_state, count, Deadline(deadline_seconds), readers, functions))
 
 
-def _placed(replicas: int, devices: Sequence[str], engine: str, workers: int | None, count: int) -> Placement:
-    """The replicas of each worker; each of several devices is one's."""
-    if devices and (engine == "inline" or workers not in (None, len(devices))):
+def _begun(run_state: RunState, **options: Any) -> RunState:
+    """What had been done, with options of this run."""
+    for name, value in options.items():
+        setattr(run_state, name, value)
+    return run_state
+
+
+def _on_devices(
+    definition: Definition, functions: Sequence[Any], devices: Sequence[str], engine: str, workers: int | None
+) -> Placement:
+    """The replicas of each worker, of which each has a device; the process that forks them is started."""
+    if engine == "inline" or workers not in (None, len(devices)):
         given = "engine is 'inline'" if engine == "inline" else f"workers is {workers}"
         raise UsageError(
             f"{given}, but devices names {', '.join(devices)}, each of which is a worker; leave that out, or name as "
             "many devices as there are to be workers"
         )
-    return place(replicas, len(devices), copies=True) if devices else place(replicas, count)
+    WARM.prepare(definition, functions)
+    return place(definition.replicas, len(devices), copies=True)
 
 
 @contextlib.contextmanager
