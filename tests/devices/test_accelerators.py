@@ -19,6 +19,7 @@ import phalanx
 from phalanx.definition import generators
 from phalanx.engines.hosts import ranks
 from phalanx.frameworks.torch import accelerators
+from phalanx.frameworks.torch.arithmetic import DeviceArithmetic
 from phalanx.frameworks.torch.replica import feed
 from phalanx.plan.fold import place, remaining
 from tests import accelerator
@@ -577,3 +578,22 @@ def test_tied_parameters_stay_tied(fake):
     """Torch gives some kinds of devices new parameters; those that modules share are one again: the CPU's bits."""
     recipe = FAMILIES["tied"].recipe(3)
     assert trained(recipe, 2)[0] == recipe.train(engine="inline", devices="cpu").digest
+
+
+def test_checksums_are_computed_where_tensors_are(fake):
+    """The bytes and their places decide: a bit, words that change places, changes that make up for each other."""
+    own = DeviceArithmetic()
+    for size in (13, 16, 23):
+        plain = torch.arange(1, size + 1, dtype=torch.uint8)
+        bit, swapped, both = plain.clone(), torch.cat([plain.roll(1)[:1], plain[1:-1], plain[:1]]), plain.clone()
+        bit[-1] ^= 1
+        both[0] += 1
+        both[-1] -= 1
+        sums = [own.checksum([each.to("fake:0")]) for each in (plain, bit, swapped, both)]
+        assert len(set(sums)) == 4
+        assert sums == [own.checksum([each]) for each in (plain, bit, swapped, both)]
+        assert own.checksum([plain, None]) != own.checksum([None, plain])
+    several = [torch.ones(100, device="fake:0") for _ in range(20)]
+    fake.trace(True)
+    own.checksum(several)
+    assert [event[0] for event in fake.take_trace()].count("host") == 1

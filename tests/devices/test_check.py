@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 
 import phalanx
 from phalanx.proof.check import DIFFERENT, SAME, UNKNOWN, check, circumstances, verdict
+from phalanx.proof.verify import certify, check_certificate, verify
 from tests import accelerator
 from tests.devices.planting import Planted
 from tests.devices.test_ranks import in_order_of_arrival
@@ -89,6 +91,36 @@ def test_what_raises_is_not_called_the_same(tmp_path):
     assert "nowhere.py" in rows[2].told
     assert verdict(rows) == UNKNOWN
     assert [row.same for row in check(job, str(tmp_path / "nowhere.py"), steps=2)] == [True, True, None]
+
+
+class OtherThere:
+    """A loss that comes to other bits on an accelerator, by construction."""
+
+    def __call__(self, output, target):
+        loss = torch.nn.functional.cross_entropy(output, target)
+        return loss * 2 if output.device.type != "cpu" else loss
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("count", [1, 2])
+def test_runs_are_computed_again_where_they_were(tmp_path, count):
+    """Verify, certify and diff use devices of the kind that a run used; a certificate names it."""
+    accelerator.accelerator()
+    recipe = FAMILIES["mlp"].recipe(4, loss_fn=OtherThere())
+    named = [f"fake:{number}" for number in range(count)]
+    run = tmp_path / "run"
+    result = recipe.train(devices=named, run_dir=run, snapshot_every=2)
+    assert recipe.train(run_dir=tmp_path / "host").digest != result.digest
+    assert verify(recipe, run, progress=False).status == SAME
+    assert verify(recipe, run, workers=2, progress=False).status == SAME
+    verified, facts = certify(recipe, run, progress=False)
+    assert (verified.status, facts["device"]) == (SAME, "fake")
+    (tmp_path / "certificate").write_text(json.dumps(facts))
+    assert check_certificate(tmp_path / "certificate", recipe, progress=False).status == SAME
+    (tmp_path / "other").write_text(json.dumps({**facts, "device": "cpu"}))
+    assert check_certificate(tmp_path / "other", recipe, progress=False).status == DIFFERENT
+    shutil.copytree(run, tmp_path / "copy")
+    assert phalanx.diff(run, tmp_path / "copy", recipes=(recipe, recipe), operations=True) is None
 
 
 def test_wrong_calls():

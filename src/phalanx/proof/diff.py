@@ -21,7 +21,7 @@ from phalanx.checkpoint.snapshot import Snapshot, read
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.proof.difference import SIDES, Difference, Unequal, flat, in_common, parting, taken, unequal
-from phalanx.proof.instant import Instant, snapshots
+from phalanx.proof.instant import Instant, devices_of, snapshots
 from phalanx.proof.sides import Side, another, different_fields, side
 from phalanx.run.observers import shown
 from phalanx.seams.records import Captured, StepReport, Tensor, Watch
@@ -167,8 +167,8 @@ def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tu
             break
     try:
         with (
-            Instant(one.recipe, begins[0], folder=one.folder) as left,
-            Instant(other.recipe, begins[1], folder=other.folder) as right,
+            Instant(one.recipe, begins[0], folder=one.folder, devices=devices_of(one.folder, last)) as left,
+            Instant(other.recipe, begins[1], folder=other.folder, devices=devices_of(other.folder, last)) as right,
         ):
             difference = first_difference(left, right, last, operations=operations)
             same_now = "computed again here, both recipes do the same: one of the two runs did something else"

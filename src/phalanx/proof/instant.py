@@ -48,6 +48,8 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         Losses of the updates done before, where ``make_model`` makes the model as they left it.
     folder : path or None
         Of the run: its chain says what was frozen and thawed.
+    devices : sequence of str
+        What computes the steps in between, a worker each; none: where ``make_model`` puts the model.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         batch: Any = None,
         losses: Sequence[float] = (),
         folder: pathlib.Path | None = None,
+        devices: Sequence[str] = (),
     ) -> None:
         if definition.data is None and batch is None:
             raise UsageError(
@@ -70,7 +73,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         self.definition = definition
         self._batch, self._losses, self._changes = batch, losses, retrained_in(folder)
         self._opened: list[Framework] = []
-        where = "inline" if workers == 1 else "processes", workers, (), None
+        where = "inline" if workers == 1 else "processes", workers, devices, None
         self._engine = open_engine(definition, *where, self._beginning(begin), allow=None)
         (self._framework,) = self._opened
         self._dealer = BatchShares(definition, self._framework.opened)
@@ -259,6 +262,23 @@ def snapshots(folder: pathlib.Path | None) -> dict[int, pathlib.Path]:
     if alone:
         return {read(folder).step: folder}
     return {int(path.name.rpartition("-")[2]): path for path in snapshot_folders(folder)}
+
+
+def devices_of(folder: pathlib.Path | None, step: int, workers: int = 1) -> list[str]:
+    """Devices of the kind that computed a run's steps from ``step`` on, so that they have its bits; empty for the CPU.
+
+    A snapshot says which kind had computed the steps before it.
+    """
+    saved = snapshots(folder)
+    for path in [saved[at] for at in sorted(saved, key=lambda at: (at <= step, abs(at - step)))]:
+        with contextlib.suppress(SnapshotError):
+            return named_devices(read(path).facts.get("device"), workers)
+    return []
+
+
+def named_devices(kind: str | None, count: int) -> list[str]:
+    """The first devices of a kind; empty for the CPU."""
+    return [f"{kind}:{number}" for number in range(count)] if kind not in (None, "cpu") else []
 
 
 def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:

@@ -26,7 +26,7 @@ from phalanx.definition.plain import changes
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.proof.difference import parted
-from phalanx.proof.instant import Instant, nearest, snapshots
+from phalanx.proof.instant import Instant, devices_of, named_devices, nearest, snapshots
 from phalanx.proof.replay import failure_of
 from phalanx.proof.sides import Side, another, differing, side
 from phalanx.recipe import Recipe
@@ -141,7 +141,8 @@ def _blamed(recipe: Definition, folder: pathlib.Path) -> str:
         return ""
     if not failed.sums or failed.structure is not None:
         return ""
-    with Instant(recipe, nearest(folder, failed.step), folder=folder) as instant:
+    devices = devices_of(folder, failed.step)
+    with Instant(recipe, nearest(folder, failed.step), folder=folder, devices=devices) as instant:
         instant.go_to(failed.step, failed.phase or None, progress=False)
         right = instant.sums(failed.replica)
     wrong = sorted({worker for worker, came in zip(failed.workers, failed.sums, strict=True) if came not in right})
@@ -202,7 +203,8 @@ def _again(
     """
     links = run.chain
     for begin, end in stretches:
-        with Instant(recipe, nearest(run.folder, begin), workers, folder=run.folder) as instant:
+        devices = devices_of(run.folder, begin, workers)
+        with Instant(recipe, nearest(run.folder, begin), workers, folder=run.folder, devices=devices) as instant:
             brought = [step for step in range(max(instant.step, links.first), end) if links.brought(step)][:1]
             gone.update(brought)
             end = min([end, *brought])
@@ -271,6 +273,7 @@ def certify(
     facts = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
     with contextlib.closing(side(run_dir)) as run:
         facts["arguments"] = run.run.get("arguments")
+    facts["device"] = newest.facts.get("device")
     return verified, {**facts, "chain": root, "digest": digest}
 
 
@@ -306,9 +309,11 @@ def check_certificate(
         return Verified(DIFFERENT, 0, f"the recipe differs: {differs}")
     if changed := changes(recorded_environment(), claim["environment"]):
         return Verified(UNKNOWN, 0, f"the recipe is the same, but {changed[0]}, so the bits may differ")
+    devices = named_devices(claim.get("device"), workers)
+    placed: dict[str, Any] = {"devices": devices} if devices else {"workers": workers}
     with (
         tempfile.TemporaryDirectory(prefix="phalanx-") as folder,
-        recipe.start(workers=workers, run_dir=folder, progress=progress) as run,
+        recipe.start(run_dir=folder, progress=progress, **placed) as run,
     ):
         for report in run:
             if report.step + 1 >= claim["steps"]:

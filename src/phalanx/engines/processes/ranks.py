@@ -7,10 +7,12 @@ from device to device, and every worker updates everything.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.engines.hosts.exchange import Rendezvous
+from phalanx.definition.data import Share
+from phalanx.engines.hosts.exchange import CHECK_STEPS, Rendezvous
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.hosts.ranks import Exchange, Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
@@ -57,6 +59,13 @@ class RankLink(ArenaLink):
         self._transport: Transport | None = None
         self._generation = -1
 
+    def begin(self, step: int, shares: Sequence[Share]) -> None:
+        self._due = step % CHECK_STEPS == 0
+        if self._due:
+            weights = self._framework.export(step, copy=False, digest=False).params
+            self._weights = self._framework.arithmetic.checksum(list(weights.values()))
+        super().begin(step, shares)
+
     def _begin_fold(self) -> None:
         self._sums: Fold[Vector] = Fold(self._replicas, self._framework.arithmetic.add)
 
@@ -79,14 +88,17 @@ class RankLink(ArenaLink):
         if self._transport is not None:
             self._transport.settle()
         norm = self._framework.norm(gradient)
-        self._counters.sums[self._worker] = norm
+        told = float(zlib.crc32(f"{norm} {self._weights}".encode())) if self._due else norm
+        self._counters.sums[self._worker] = told
         self._meet()
-        for worker, other in enumerate(self._counters.sums.tolist()):
-            if repr(other) != repr(norm):
-                raise RunError(
-                    f"the gradient that worker {worker} got has another norm ({other!r}) than that of worker "
-                    f"{self._worker} ({norm!r}): a device computes or copies wrongly; nothing was updated"
-                )
+        came = list(map(repr, self._counters.sums.tolist()))
+        if len(set(came)) > 1:
+            what = "gradients or weights differ (these are checksums)" if self._due else "norms of the gradient differ"
+            raise RunError(
+                f"the workers' {what}: {', '.join(f'worker {worker}: {each}' for worker, each in enumerate(came))}; a "
+                "device computes or copies wrongly, or its memory changed; nothing was updated. Go on without that "
+                "device, from the newest snapshot up to which phalanx verify finds the same"
+            )
         return norm
 
     def commit(self, step: int, gradient: Vector | None) -> None:
