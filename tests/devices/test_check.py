@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import phalanx
+from phalanx.engines.hosts.timing import measured
 from phalanx.proof.check import DIFFERENT, SAME, UNKNOWN, check, circumstances, verdict
 from phalanx.proof.verify import certify, check_certificate, verify
 from tests import accelerator
@@ -38,6 +39,8 @@ def test_the_table(tmp_path):
     assert len({row["digest"] for row in told["rows"]}) == 1
     assert told["same"] is True
     assert "torch" in told["circumstances"]
+    assert "all-to-all and all-gather" in told["circumstances"]["a bucket of 25 MB"]
+    assert told["circumstances"]["6 pairs of devices"] == "in host memory"
 
 
 def test_other_digests_are_told():
@@ -63,9 +66,23 @@ def test_an_operation_without_a_deterministic_kernel():
     job = FAMILIES["mlp"].recipe(4)
     job = dataclasses.replace(job, make_model=Planted(job.make_model, nondeterministic))
     rows = list(check(job, None, ["fake:0", "fake:1"], 3))
-    assert len(rows) == 3
-    assert all("deterministic" in row.told and row.digest is None for row in rows)
+    *asked, free = rows
+    assert len(asked) == 3
+    assert all("deterministic" in row.told and row.digest is None for row in asked)
+    assert (free.digest, free.same) == ("not compared", True)
+    assert free.seconds > 0
     assert verdict(rows) == UNKNOWN
+
+
+@pytest.mark.long
+@pytest.mark.accelerator
+def test_the_exchange_is_timed():
+    """By a process for each device, through the collectives that its package registered; what fails is told."""
+    accelerator.accelerator()
+    found = measured(["fake:0", "fake:1"])
+    assert found["2 pairs of devices"] == "bytes arrived"
+    assert "all-reduce" in found["a bucket of 25 MB"]
+    assert "no device 9" in measured(["fake:0", "fake:9"])["exchange"]
 
 
 @pytest.mark.long

@@ -88,7 +88,7 @@ def check_recipe(
 ) -> None:
     """Before a long run, train a few steps again, in a new process and with more workers.
 
-    With --devices: twice on one device, on two and on all.
+    With --devices: twice on one device, on two and on all, and what deterministic kernels and the exchange cost.
 
     Exit status 0 if all is the same, 1 if something differs, 2 if that could not be told.
     """
@@ -103,7 +103,8 @@ def check_recipe(
         rows.append(row)
         if not json_:
             outcome = {True: row.digest, False: "DIFFERENT", None: "could not be told"}
-            typer.echo(f"{row.what:32}  {outcome[row.same]}" + (f"\n  {row.told}" if row.told else ""))
+            time = "" if row.seconds is None else f"  {row.seconds * 1000:.1f} ms a step"
+            typer.echo(f"{row.what:32}  {outcome[row.same]}{time}" + (f"\n  {row.told}" if row.told else ""))
     status, facts = checked.verdict(rows), checked.circumstances(named, recipe.replicas)
     said = ("the same", "DIFFERENT", "it could not be told")[status]
     report = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == checked.SAME}

@@ -59,6 +59,8 @@ class Record:
         Whether recipes of other frameworks may use it, too, so that every process of a run imports it.
     takes_models : bool
         Whether ``make_model`` may be a model instead of a factory.
+    forks : bool
+        Whether each of several devices has a worker process.
     argument : str
         A parameter of ``make_model`` that the framework passes a value for; empty: there is none.
     thread_variables : sequence of str
@@ -70,6 +72,7 @@ class Record:
     returns: ClassVar[str]
     everywhere: ClassVar[bool] = False
     takes_models: ClassVar[bool] = False
+    forks: ClassVar[bool] = False
     argument: ClassVar[str] = ""
     thread_variables: ClassVar[Sequence[str]] = ()
 

@@ -222,6 +222,11 @@ def device_facts(names: Sequence[str]) -> dict[str, str]:
     return _whose(names).facts(names)
 
 
+def devices_of_workers(names: Sequence[str]) -> bool:
+    """Whether each of several such devices has a worker process."""
+    return _whose(names).forks
+
+
 def all_devices() -> list[tuple[str, str, str, str]]:
     """Rows (framework, name, description, what is missing): each device here, and each kind that has none."""
     rows: list[tuple[str, str, str, str]] = []

@@ -1,7 +1,8 @@
 """Does a recipe compute the same again: a few steps are trained in several ways, and ``diff`` compares the runs.
 
 Without devices: twice in this process, in a new one with another hash seed, with two workers and with one per replica.
-With devices: twice on the first of them, on two, and on all.
+With devices: twice on the first of them, on two, and on all; once more without asking for deterministic kernels, to
+tell what those cost.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import pathlib
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from typing import Any
 from phalanx.definition import checks
 from phalanx.errors import PhalanxError, StateError, UsageError
 from phalanx.frameworks import registry
-from phalanx.frameworks.registry import device_facts, device_names
+from phalanx.frameworks.registry import device_facts, device_names, devices_of_workers
 from phalanx.proof.diff import diff
 from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN
 from phalanx.recipe import Recipe
@@ -30,6 +32,7 @@ from phalanx.recipe import Recipe
 HASH_SEED = "4711"  # of the new process: sets and dicts of text come in another order there than here
 DETERMINISTIC = "deterministic"  # what torch's error about an operation without such a kernel contains
 FIRST, AGAIN, NEW = "done in this process", "done again in this process", "done again in a new process"
+ANY = "done with any kernels"
 CURES = {
     AGAIN: "something draws from a generator that is not seeded, or reads a clock or memory that nobody wrote",
     NEW: "something follows from the order of a set, from hash() of a text, from a process id or a listing of files",
@@ -49,12 +52,15 @@ class Row:
     told : str
         Where the run differs first from that of the first row, or the error with which it ended; empty if neither.
     digest : str or None
+    seconds : float or None
+        Of a step: the median of the second half.
     """
 
     what: str
     same: bool | None
     told: str = ""
     digest: str | None = None
+    seconds: float | None = None
 
 
 def check(
@@ -94,7 +100,11 @@ def check(
                     raise
                 reason = str(error.__cause__ or error).strip().splitlines()[0]
                 row = Row(what, None, f"{type(error).__name__}: {reason}")
-            yield row if row.same is None or run_dir == first else _compared(recipe, row, first, run_dir)
+            if what == ANY:  # nothing was promised of it
+                row = dataclasses.replace(row, digest="not compared")
+            elif row.same is not None and run_dir != first:
+                row = _compared(recipe, row, first, run_dir)
+            yield row
 
 
 def trained(recipe: Recipe, what: str, run_dir: pathlib.Path, **options: Any) -> Row:
@@ -103,13 +113,15 @@ def trained(recipe: Recipe, what: str, run_dir: pathlib.Path, **options: Any) ->
     A run in which a replica gave two different values is done again, so that ``diff`` can say where.
     """
     try:
-        result = recipe.train(run_dir=run_dir, chain="every", progress=False, **options)
+        with recipe.start(run_dir=run_dir, chain="every", progress=False, **options) as run:
+            seconds = [report.seconds for report in run]
+            result = run.result()
     except StateError as error:
         shutil.rmtree(run_dir)
         with warnings.catch_warnings(action="ignore"):
             row = trained(recipe, what, run_dir, **options, nondeterministic="allow")
         return dataclasses.replace(row, same=False, told=str(error))
-    return Row(what, True, "", result.digest)
+    return Row(what, True, "", result.digest, statistics.median(seconds[len(seconds) // 2 :]))
 
 
 def verdict(rows: Sequence[Row]) -> int:
@@ -122,7 +134,13 @@ def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
     """What the bits may depend on besides the recipe."""
     facts = {"machine": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
     facts |= {name: str(value) for name, value in registry.recorded_environment().items()}
-    return facts | (device_facts(device_names(devices, replicas)) if devices else {})
+    names = device_names(devices, replicas) if devices else []
+    facts |= device_facts(names) if names else {}
+    if len(names) < 2 or not devices_of_workers(names):
+        return facts
+    from phalanx.engines.hosts.timing import measured  # loads what speaks to networks
+
+    return facts | measured(names)
 
 
 def _ways(recipe: Recipe, file: str | None, devices: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -133,6 +151,8 @@ def _ways(recipe: Recipe, file: str | None, devices: Sequence[str]) -> Iterator[
     if devices:
         for count in sorted({min(2, len(devices)), len(devices)} - {1}):
             yield f"done on {count} devices", {"devices": devices[:count]}
+        if not devices[0].startswith("cpu"):
+            yield ANY, {**alone, "nondeterministic": "allow"}
         return
     if file is not None:
         yield NEW, {}

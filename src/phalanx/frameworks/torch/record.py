@@ -36,7 +36,7 @@ class TorchRecord(Record):
 
     name = module = "torch"
     returns = "a plain torch.nn.Module"
-    everywhere = takes_models = True
+    everywhere = takes_models = forks = True
 
     def __init__(self) -> None:
         self.random = generators_in_use
