@@ -321,6 +321,45 @@ def test_a_device_has_its_work_before_it_is_waited_for(fake):
     assert max(event[3] for event in work) < first_wait
 
 
+class Traced:
+    """Notes in a file how often the host waited in the fourth step of the first worker; takes its ``fault`` planted."""
+
+    def __init__(self, file):
+        self.file = str(file)
+
+    def __call__(self, patch):
+        from phalanx.engines.processes.ranks import RankLink
+
+        begin = RankLink.begin
+
+        def begun(link, step, shares):
+            if step == 3:
+                torch.fake.trace(True)
+            elif step == 4 and link._worker == 0:
+                waits = [event for event in torch.fake.take_trace() if event[0] == "host"]
+                pathlib.Path(self.file).write_text(str(len(waits)))
+            return begin(link, step, shares)
+
+        patch.setattr(RankLink, "begin", begun)
+
+
+def norms(count):
+    return nn.Sequential(nn.Linear(5, 16), *[nn.BatchNorm1d(16) for _ in range(count)], nn.Linear(16, 3))
+
+
+@pytest.mark.long
+def test_buffers_cost_no_waits(tmp_path, fake):
+    """Workers hand on what replicas left in buffers from device to device, however many there are."""
+    waits = []
+    for count in (1, 9):
+        make_model = functools.partial(norms, count)
+        recipe = MLP.recipe(6, batch_size=18, steps=6, drop_last=True, make_model=make_model)
+        traced = dataclasses.replace(recipe, make_model=Planted(make_model, Traced(tmp_path / "waits")))
+        assert trained(traced, 2) == trained(recipe, 1)
+        waits.append(int((tmp_path / "waits").read_text()))
+    assert waits[0] == waits[1]
+
+
 class Growing(torch.utils.data.Dataset):
     """Samples that a callback changes."""
 

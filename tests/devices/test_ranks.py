@@ -494,6 +494,12 @@ def buffers_of_the_first(patch):
     patch.setattr(Torch, "update", first)
 
 
+def buffers_of_one_for_all(patch):
+    """Every replica's buffers are taken from the first place in what came."""
+    total = ranks.Spread.total
+    patch.setattr(ranks.Spread, "total", lambda *facts: (rows := total(*facts))[:1] * len(rows))
+
+
 def without_seeding(patch):
     """Random numbers of a replica begin where those of the one before ended."""
     patch.setattr("phalanx.frameworks.torch.replica.feed.Feed.seed", lambda *_: None)
@@ -547,6 +553,7 @@ FAULTS = {
     zeros_for_absent: FAMILIES["negative_zero"].recipe(3),
     unaligned: MLP.recipe(4, optimizer=aligned),
     buffers_of_the_first: NOISY,
+    buffers_of_one_for_all: NOISY,
     without_seeding: NOISY,
 }
 

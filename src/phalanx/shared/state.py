@@ -163,18 +163,25 @@ class Shard:
 
     def leave(self, replica: int, buffers: Sequence[Any]) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
-        first = replica * len(buffers)
-        for number, (value, start) in enumerate(zip(buffers, self.local.starts, strict=True)):
-            self._changed[first + number] = changed = value is not start
-            if changed:
-                self._left[replica][number][...] = value
+        for number in self._note(replica, buffers):
+            self._left[replica][number][...] = buffers[number]
+
+    def _note(self, replica: int, buffers: Sequence[Any]) -> list[int]:
+        """Say which buffers a replica changed; returns their numbers."""
+        flags = [value is not start for value, start in zip(buffers, self.local.starts, strict=True)]
+        first = replica * len(flags)
+        self._changed[first : first + len(flags)] = bytes(flags)
+        return [number for number, changed in enumerate(flags) if changed]
 
     def left(self, replica: int) -> list[Any]:
         """The buffers that a replica left, wherever it ran."""
+        return self._chosen(replica, self._left[replica])
+
+    def _chosen(self, replica: int, buffers: Sequence[Any]) -> list[Any]:
+        """Those that a replica changed, and the step's start in place of others."""
         starts = self.local.starts
-        first = replica * len(starts)
-        pairs = zip(self._left[replica], starts, strict=True)
-        return [buffer if self._changed[first + number] else start for number, (buffer, start) in enumerate(pairs)]
+        flags = self._changed[replica * len(starts) :][: len(starts)]
+        return [value if changed else start for value, start, changed in zip(buffers, starts, flags, strict=True)]
 
     def settle(self) -> None:
         """After an update: move optimizer state that the update made into the arena."""
@@ -263,18 +270,42 @@ class Shard:
 class CopiedShard(Shard):
     """The part of a worker that has the whole state, on a device of its own, beside the arena.
 
-    It writes what it owns to the arena when a snapshot is taken, or the caller asks. ``left`` gives arrays in the
-    arena. Takes the parameters of ``Shard``.
+    It writes what it owns to the arena when a snapshot is taken, or the caller asks. Buffers that replicas left go from
+    device to device; the arena says which of them changed. Takes the parameters of ``Shard``.
+
+    Attributes
+    ----------
+    mine : dict
+        Buffers that this worker's replicas left, by replica.
+    came : sequence of sequence
+        For each replica the buffers that it left, wherever it ran; what did not change may be anything.
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory, worker: int) -> None:
         super().__init__(sharing, layout, arena, base, worker)
+        self.buffer_payload = [row[-1:] for row in self.buffer_payload]
         self._mirror = Mirror(sharing, layout, arena, base)
+        self.mine: dict[int, Sequence[Any]] = {}
+        self.came: Sequence[Sequence[Any]] = []
+
+    def changed(self) -> np.ndarray:
+        """Flags of all replicas and buffers: whether that replica wrote that buffer."""
+        replicas, count = len(self._layout.left), len(self._layout.contents.buffers)
+        flags = np.frombuffer(self._arena, np.uint8, replicas * count, self._layout.changed)
+        return flags.reshape(replicas, count).astype(bool)
 
     @property
     def weights(self) -> list[np.ndarray]:
         self._mirror.put(self._worker)
         return super().weights
+
+    def leave(self, replica: int, buffers: Sequence[Any]) -> None:
+        """Say which of them differ from the step's start, and keep them for the exchange."""
+        self._note(replica, buffers)
+        self.mine[replica] = buffers
+
+    def left(self, replica: int) -> list[Any]:
+        return self._chosen(replica, self.came[replica])
 
     def settle(self) -> None:
         """Optimizer state stays where the update made it."""

@@ -11,9 +11,10 @@ import datetime
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from phalanx.engines.hosts.exchange import PATTERNS, Mask, Rendezvous, Run, fold_runs, stretches
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo
 from phalanx.errors import RunError, SeveredError, UsageError
+from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan.fold import Node, added, remaining
 from phalanx.seams.records import Vector
 from phalanx.shared.layout import Spec
@@ -259,10 +261,12 @@ class Exchange:
         workers, own, width = len(self._counts), self._counts[self._rank], bucket.width
         packed = self._room(("packed", number), own * workers * width, bucket.dtype).view(own, workers * width)
         for row, vector in zip(packed, mine, strict=True):
-            for index, offset in bucket.places.items():
-                like, entry = self._like[index], None if vector is None else vector[index]
-                if entry is not None:
-                    row.as_strided(like.shape, like.stride(), row.storage_offset() + offset).copy_(entry)
+            start, there = row.storage_offset(), [] if vector is None else vector
+            pairs = [(index, there[index]) for index in bucket.places if there and there[index] is not None]
+            likes = [self._like[index] for index, _ in pairs]
+            places = [start + bucket.places[index] for index, _ in pairs]
+            homes = [row.as_strided(each.shape, each.stride(), at) for each, at in zip(likes, places, strict=True)]
+            copy_all(zip(homes, [entry for _, entry in pairs], strict=True))
         sent = packed if own == 1 else packed.view(own, workers, width).transpose(0, 1).contiguous()
         received = self._room(("received", number), sum(self._counts) * width, bucket.dtype)
         comes, goes = [count * width for count in self._counts], [own * width] * workers
@@ -296,6 +300,67 @@ class Exchange:
         if room is None or room.numel() != size or room.dtype != dtype:
             room = self._rooms[name] = torch.zeros(size, dtype=dtype, device=self._device)
         return room
+
+
+class Spread:
+    """What replicas left in buffers: every worker gets it of all replicas, in one all-gather.
+
+    Parameters
+    ----------
+    specs : sequence of Spec
+        What each buffer looks like.
+    blocks : sequence of range
+        The replicas of each worker, in order.
+    rank : int
+        This worker's position there.
+    device : str
+        Where buffers are.
+    """
+
+    def __init__(self, specs: Sequence[Spec], blocks: Sequence[range], rank: int, device: str) -> None:
+        self._specs, self._blocks, self._rank, self._device = specs, blocks, rank, device
+        self._views = functools.lru_cache(PATTERNS)(self._laid_out)
+
+    def total(self, transport: Transport, changed: np.ndarray, mine: Mapping[int, Sequence[Any]]) -> Sequence[Any]:
+        """For each replica its buffers, where ``changed[replica, buffer]`` says that it wrote them; else anything."""
+        packed, whole, into, rows = self._views(changed.any(0).tobytes())
+        pairs = [
+            (home, mine[replica][number])
+            for replica, homes in zip(self._blocks[self._rank], into, strict=False)
+            for number, home in enumerate(homes)
+            if home is not None and changed[replica, number]
+        ]
+        copy_all(pairs)
+        if packed.numel():
+            transport.wait(transport.all_gather(whole, packed))
+        return rows
+
+    def _laid_out(self, written: bytes) -> tuple[torch.Tensor, torch.Tensor, list[Any], list[Any]]:
+        """What this worker sends and what comes, as bytes; and the same as buffers, for each of the replicas."""
+        places, width = list[int | None](), 0
+        for spec, sends in zip(self._specs, written, strict=True):
+            places.append(width if sends else None)
+            width += -(-spec.nbytes // ALIGNED) * ALIGNED * sends
+        most = max(map(len, self._blocks))
+        packed = torch.zeros(most * width, dtype=torch.uint8, device=self._device)
+        whole = torch.zeros(len(self._blocks) * most * width, dtype=torch.uint8, device=self._device)
+
+        def row(flat: torch.Tensor, number: int) -> list[torch.Tensor | None]:
+            return [
+                None if place is None else _at(flat, number * width + place, spec)
+                for place, spec in zip(places, self._specs, strict=True)
+            ]
+
+        numbers = [rank * most + at for rank, block in enumerate(self._blocks) for at in range(len(block))]
+        mine = [row(packed, number) for number in range(len(self._blocks[self._rank]))]
+        return packed, whole, mine, [row(whole, number) for number in numbers]
+
+
+def _at(flat: torch.Tensor, offset: int, spec: Spec) -> torch.Tensor:
+    """A tensor in the memory of a flat one, ``offset`` bytes from its start."""
+    dtype = getattr(torch, spec.dtype)
+    home = torch.empty(0, dtype=dtype, device=flat.device)
+    return home.set_(flat.untyped_storage(), offset // dtype.itemsize, spec.shape, spec.strides)
 
 
 def description(device: torch.device) -> str:

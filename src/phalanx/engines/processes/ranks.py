@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.definition.data import Share
 from phalanx.engines.hosts.exchange import CHECK_STEPS, Rendezvous
 from phalanx.engines.hosts.link import HostLink
-from phalanx.engines.hosts.ranks import Exchange, Transport, connected, reached
+from phalanx.engines.hosts.ranks import Exchange, Spread, Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.errors import RunError, Trouble
 from phalanx.plan.fold import Fold
@@ -23,6 +23,7 @@ from phalanx.seams import Framework
 from phalanx.seams.records import Part, Vector
 from phalanx.shared.counters import LEAVE
 from phalanx.shared.memory import Memory
+from phalanx.shared.state import CopiedShard
 
 
 class RankLink(ArenaLink):
@@ -54,7 +55,10 @@ class RankLink(ArenaLink):
     def _exchange_among(
         self, blocks: Sequence[range], rank: int, device: str, connect: Callable[..., Transport]
     ) -> None:
-        self._exchange = Exchange(self.slots.specs, self._replicas, blocks, rank, device)
+        assert isinstance(self._shard, CopiedShard), "its worker has the whole state"
+        self._copies, contents = self._shard, self.slots.contents
+        self._exchange = Exchange(contents.gradients, self._replicas, blocks, rank, device)
+        self._spread = Spread(contents.buffers, blocks, rank, device)
         self._connect = connect
         self._transport: Transport | None = None
         self._generation = -1
@@ -82,7 +86,10 @@ class RankLink(ArenaLink):
 
     def mean(self, weight: float) -> Vector:
         over = functools.partial(_divided, self._framework, weight)
-        return self._exchange.total(self._joined(), self._present(), self._mine, over)
+        transport = self._joined()
+        mean = self._exchange.total(transport, self._present(), self._mine, over)
+        self._copies.came = self._spread.total(transport, self._copies.changed(), self._copies.mine)
+        return mean
 
     def norm(self, gradient: Vector) -> float:
         if self._transport is not None:

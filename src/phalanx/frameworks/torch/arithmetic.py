@@ -9,7 +9,7 @@ import functools
 import math
 import mmap
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,16 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     if whole is None or left.requires_grad or right.requires_grad or left.is_neg() or right.is_neg():
         return torch.equal(bytes_of(left), bytes_of(right))
     return torch.equal(left.view(whole), right.view(whole))  # a fourth of the calls, for the usual buffers
+
+
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy (to, from): a kernel for many tensors of a dtype."""
+    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for into, source in pairs:
+        by_dtype.setdefault(into.dtype, []).append((into, source))
+    with torch.no_grad():
+        for group in by_dtype.values():
+            FOREACH._foreach_copy_(*zip(*group, strict=True))
 
 
 def word_sum(tensor: torch.Tensor) -> int:

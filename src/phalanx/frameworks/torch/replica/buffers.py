@@ -6,17 +6,18 @@ others take the first replica's. So replicas themselves carry nothing from step 
 
 On a device nothing is read back. Buffers are taken to be written by every forward pass: no counter of torch's tells
 (batch norm writes its statistics uncounted), and comparing would wait for the device. Whether replicas left equal bytes
-is found out, and decided, on the device.
+is found out, and decided, on the device, for all buffers of a dtype together: a model may have hundreds of small ones.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.arithmetic import FOREACH, bytes_of, is_dense, same_bytes
+from phalanx.frameworks.torch.arithmetic import bytes_of, copy_all, is_dense, same_bytes
 from phalanx.plan import share_weights
 from phalanx.plan.fold import fold_mean
 
@@ -101,8 +102,13 @@ class Buffers:
                 )
             if now.setdefault(id(tensor), value) is not value:
                 raise UsageError(f"buffer {path!r} is shared by modules, but forward assigned it in only some of them")
-            written = self._remote or not same_bytes(value, start)
-            buffers.append(value.detach().clone() if written else start)
+            if self._remote:
+                buffers.append(value.detach())
+            else:
+                buffers.append(start if same_bytes(value, start) else value.detach().clone())
+        if self._remote:
+            for row in self._rows:
+                row.put(buffers, row.flat(buffers))
         return buffers
 
     def settle(self, replicas: Sequence[tuple[int, Left]]) -> None:
@@ -110,6 +116,14 @@ class Buffers:
         if not self._places:
             return
         weights = share_weights([samples for samples, _ in replicas])
+        if self._remote:
+            settled = self.starts
+            for row in self._rows:
+                row.put(settled, row.settled([row.flat(left) for _, left in replicas], weights))
+            copy_all(zip(self.starts, settled, strict=True))
+            self._write()
+            self._dirty = False
+            return
         columns = zip(*(buffers for _, buffers in replicas), strict=True)
         for start, column in zip(self.starts, columns, strict=True):
             value = self._settled(list(column), weights)
@@ -123,11 +137,15 @@ class Buffers:
         first, *others = values
         if not others or not (first.is_floating_point() or first.is_complex()):
             return first
-        if not self._remote:
-            return first if all(same_bytes(first, other) for other in others) else mean_of(values, weights)
-        mine = bytes_of(first)
-        alike = torch.stack([torch.eq(mine, bytes_of(other)).all() for other in others]).all()
-        return torch.where(alike, first, mean_of(values, weights))
+        return first if all(same_bytes(first, other) for other in others) else mean_of(values, weights)
+
+    @functools.cached_property
+    def _rows(self) -> list[Row]:
+        """All buffers, by dtype."""
+        numbers: dict[torch.dtype, list[int]] = {}
+        for number, start in enumerate(self.starts):
+            numbers.setdefault(start.dtype, []).append(number)
+        return [Row(self.starts, mine) for mine in numbers.values()]
 
     def _write(self) -> None:
         """Put the buffers back to the step's start. Equal ones stay unwritten: constants may be read-only."""
@@ -138,9 +156,7 @@ class Buffers:
                 continue
             if (self._remote and is_dense(tensor)) or not same_bytes(tensor, start):  # expanded: cannot be written
                 changed.append((tensor, start))
-        if changed:
-            with torch.no_grad():
-                FOREACH._foreach_copy_(*zip(*changed, strict=True))
+        copy_all(changed)
 
     def _check_places(self) -> None:
         self._checked = True
@@ -159,6 +175,49 @@ def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
         for name, tensor in module._buffers.items()
         if tensor is None or not tensor.numel() or tensor.untyped_storage().data_ptr() not in parameters
     ]
+
+
+class Row:
+    """Buffers of one dtype on a device, one after another in flat memory.
+
+    Parameters
+    ----------
+    starts : Left
+        All buffers of the model.
+    numbers : sequence of int
+        Those of this dtype.
+    """
+
+    def __init__(self, starts: Left, numbers: Sequence[int]) -> None:
+        own = [starts[number] for number in numbers]
+        self._numbers, self._shapes = numbers, [value.shape for value in own]
+        self._sizes = [value.numel() for value in own]
+        self._counts = torch.tensor(self._sizes).to(own[0].device)
+        self._ends = self._counts.cumsum(0)
+        self._buffer_of = torch.arange(len(own)).repeat_interleave(torch.tensor(self._sizes)).to(own[0].device)
+        self._mean = own[0].is_floating_point() or own[0].is_complex()
+
+    def flat(self, buffers: Left) -> torch.Tensor:
+        """A copy of the values, of all the model's buffers, that belong here."""
+        return torch.cat([buffers[number].reshape(-1) for number in self._numbers])
+
+    def put(self, buffers: Left, flat: torch.Tensor) -> None:
+        """Put the parts of ``flat`` in their places among all buffers."""
+        for number, shape, part in zip(self._numbers, self._shapes, flat.split(self._sizes), strict=True):
+            buffers[number] = part.view(shape)
+
+    def settled(self, replicas: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+        """The settled values, of what each replica left."""
+        first, *others = replicas
+        if not others or not self._mean:
+            return first
+        mine = bytes_of(first)
+        equal = torch.stack([torch.eq(mine, bytes_of(other)) for other in others]).all(0)
+        differing = torch.logical_not(equal.view(-1, first.itemsize).all(1))
+        # Over numbers without a fraction, so that the order of additions changes nothing.
+        up_to = torch.cat([self._ends.new_zeros(1), differing.cumsum(0)])
+        alike = up_to[self._ends] == up_to[self._ends - self._counts]
+        return torch.where(alike[self._buffer_of], first, mean_of(replicas, weights))
 
 
 def mean_of(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
