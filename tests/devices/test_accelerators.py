@@ -542,6 +542,19 @@ def test_a_lost_device(fake, tmp_path, how, count):
     assert trained(recipe, 2, run_dir=folder) == wanted
 
 
+@pytest.mark.long
+def test_the_state_after_a_lost_device(fake, tmp_path):
+    """The other workers have it; the run itself cannot go on."""
+    failing = deep_recipe(4, loss_fn=Failing(tmp_path, "fake:2", 2, "lose"))
+    with failing.start(devices=named(3)) as run:
+        with pytest.raises(phalanx.RunError, match="fake:2 failed"):
+            run.finish()
+        assert run.result().digest == deep_recipe(4, steps=2).train(devices="fake:0").digest
+        with pytest.raises(phalanx.RunError, match=r"cannot go on.*fake:2 failed"):
+            run.finish()
+    assert run.result().digest == deep_recipe(4, steps=2).train(devices="fake:0").digest
+
+
 class Summing(nn.Linear):
     """Uses an operation without a deterministic kernel."""
 

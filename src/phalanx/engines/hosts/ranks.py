@@ -371,9 +371,8 @@ def description(device: torch.device) -> str:
     name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
     properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
     units = getattr(properties, "multi_processor_count", "")
-    return (
-        f"{name} {units} {torch.version.cuda or torch.version.hip or ''} {torch.backends.cudnn.version() or ''}".strip()
-    )
+    facts = name, units, torch.version.cuda or torch.version.hip, torch.backends.cudnn.version()
+    return " ".join(str(fact) for fact in facts if fact)
 
 
 def connected(

@@ -266,10 +266,24 @@ class Processes:
             self._halt()
         if save:
             self.supervisor.forget()
-        states = self.ask("state", {"save": save, "change": change})
+        try:
+            states = self.ask("state", {"save": save, "change": change})
+        except Exception as error:
+            if change is not None or not self._copies:
+                raise
+            states, save = [self._of_a_survivor()], False
+            self.ended = self.ended or str(error)
         if save:
             self.supervisor.keep(states[0]["options"])
         self._mirror.get(states, saved=save)
+
+    def _of_a_survivor(self) -> dict[str, Any]:
+        """Have a worker whose device still answers write the whole state to the arena; returns what describes it."""
+        for worker in range(self.workers):
+            for message in self._task(TASK, {"task": "hand_over", "source": worker}):
+                if message.kind == "result" and message.content is not None:
+                    return message.content
+        raise LostError("no worker has a device that answers")
 
     def _absorb(self) -> StepReport:
         """Count the next report, and return it."""

@@ -11,12 +11,15 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from phalanx.definition.data import Share
 from phalanx.engines.hosts.exchange import CHECK_STEPS, Rendezvous
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.hosts.ranks import Exchange, Spread, Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.errors import RunError, Trouble
+from phalanx.frameworks.torch.accelerators import watched
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.seams import Framework
@@ -56,7 +59,7 @@ class RankLink(ArenaLink):
         self, blocks: Sequence[range], rank: int, device: str, connect: Callable[..., Transport]
     ) -> None:
         assert isinstance(self._shard, CopiedShard), "its worker has the whole state"
-        self._copies, contents = self._shard, self.slots.contents
+        self._copies, contents, self._device = self._shard, self.slots.contents, torch.device(device)
         self._exchange = Exchange(contents.gradients, self._replicas, blocks, rank, device)
         self._spread = Spread(contents.buffers, blocks, rank, device)
         self._connect = connect
@@ -86,9 +89,10 @@ class RankLink(ArenaLink):
 
     def mean(self, weight: float) -> Vector:
         over = functools.partial(_divided, self._framework, weight)
-        transport = self._joined()
-        mean = self._exchange.total(transport, self._present(), self._mine, over)
-        self._copies.came = self._spread.total(transport, self._copies.changed(), self._copies.mine)
+        with watched([self._device]):
+            transport = self._joined()
+            mean = self._exchange.total(transport, self._present(), self._mine, over)
+            self._copies.came = self._spread.total(transport, self._copies.changed(), self._copies.mine)
         return mean
 
     def norm(self, gradient: Vector) -> float:
