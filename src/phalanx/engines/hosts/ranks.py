@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from phalanx.engines.hosts.exchange import PATTERNS, Mask, Rendezvous, Run, fold_runs, stretches
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo
 from phalanx.errors import RunError, SeveredError, UsageError
+from phalanx.frameworks.torch.accelerators import watched
 from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan.fold import Node, added, remaining
 from phalanx.seams.records import Vector
@@ -208,10 +209,16 @@ class Exchange:
         This worker's position there.
     device : str
         Where gradients are.
+
+    Attributes
+    ----------
+    watched : callable
+        A context in which a failure of the device is told as such.
     """
 
     def __init__(self, specs: Sequence[Spec], replicas: int, blocks: Sequence[range], rank: int, device: str) -> None:
         self._rank, self._device = rank, device
+        self.watched = functools.partial(watched, [torch.device(device)])
         self._like = [
             torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device="meta")
             for spec in specs

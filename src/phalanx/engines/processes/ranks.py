@@ -11,15 +11,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from phalanx.definition.data import Share
 from phalanx.engines.hosts.exchange import CHECK_STEPS, Rendezvous
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.hosts.ranks import Exchange, Spread, Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.errors import RunError, Trouble
-from phalanx.frameworks.torch.accelerators import watched
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.seams import Framework
@@ -59,7 +56,7 @@ class RankLink(ArenaLink):
         self, blocks: Sequence[range], rank: int, device: str, connect: Callable[..., Transport]
     ) -> None:
         assert isinstance(self._shard, CopiedShard), "its worker has the whole state"
-        self._copies, contents, self._device = self._shard, self.slots.contents, torch.device(device)
+        self._copies, contents = self._shard, self.slots.contents
         self._exchange = Exchange(contents.gradients, self._replicas, blocks, rank, device)
         self._spread = Spread(contents.buffers, blocks, rank, device)
         self._connect = connect
@@ -89,7 +86,7 @@ class RankLink(ArenaLink):
 
     def mean(self, weight: float) -> Vector:
         over = functools.partial(_divided, self._framework, weight)
-        with watched([self._device]):
+        with self._exchange.watched():
             transport = self._joined()
             mean = self._exchange.total(transport, self._present(), self._mine, over)
             self._copies.came = self._spread.total(transport, self._copies.changed(), self._copies.mine)
