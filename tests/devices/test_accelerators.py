@@ -360,6 +360,26 @@ def test_buffers_cost_no_waits(tmp_path, fake):
     assert waits[0] == waits[1]
 
 
+def came_home(folder, **options):
+    """The most bytes that a device sent to the host between two of the later steps of a run on two devices."""
+    folder.mkdir()
+    recipe = deep_recipe(4, steps=9, loss_fn=Noting(folder, read_from_the_device))
+    recipe.train(devices=named(2), **options)
+    counts = [int(line) for lines in notes(folder).values() for line in lines[3:]]
+    return max(counts[at + 1] - counts[at] for at in range(len(counts) - 1) if counts[at + 1] > counts[at])
+
+
+def read_from_the_device():
+    return sum(size for pair, (_, size) in torch.fake.counts().items() if pair.endswith(">cpu"))
+
+
+@pytest.mark.long
+def test_an_average_stays_on_devices(tmp_path, fake):
+    """No weights are copied to the host for it from step to step."""
+    with_it = came_home(tmp_path / "average", callbacks=[phalanx.callbacks.EMA(0.9)])
+    assert with_it == came_home(tmp_path / "nothing")
+
+
 class Growing(torch.utils.data.Dataset):
     """Samples that a callback changes."""
 

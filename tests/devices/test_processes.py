@@ -59,14 +59,16 @@ for name, replicas in {cases}:
 @pytest.mark.longest
 @pytest.mark.accelerator
 def test_between_steps_on_devices(fake):
-    """Evaluations, brought batches and weights between steps are those of one process, in all of them."""
+    """Evaluations, brought batches, weights between steps and averages are those of one process, in all of them."""
     program = """
+import phalanx
 def look(**options):
     x, y = FAMILIES["conv_norm"].data
-    with FAMILIES["conv_norm"].recipe(4, steps=3).start(**options) as run:
+    with FAMILIES["conv_norm"].recipe(4, steps=3).start(callbacks=[phalanx.callbacks.EMA(0.5)], **options) as run:
         seen = [next(run).loss, run.step((x[:9], y[:9])), next(run).grad_norm]
         seen.append(run.evaluate(torch.nn.functional.cross_entropy, (x, y), batch_size=7))
-        return [*seen, run.result().digest]
+        averaged = {name: value.tolist() for name, value in run.averaged.items()}
+        return [*seen, averaged, run.result().digest]
 """
     names = {}
     exec("import torch\nfrom tests.families import FAMILIES\n" + program, names)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.engines.hosts import ranks
 from phalanx.engines.processes.ranks import RankLink
+from phalanx.engines.processes.worker import Worker
 from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.frameworks.torch import accelerators
 from phalanx.frameworks.torch.adapter import Torch
@@ -412,6 +413,84 @@ def test_callbacks_named_losses_and_gradients():
     assert len(alone[0]) == MLP.steps
     assert alone[0][0][-1].keys() == {"0.weight", "2.weight"}
     assert look(2) == look(3) == alone
+
+
+def averaged(recipe, count, **options):
+    """The digest, and the average to the bit."""
+    result = recipe.train(**devices(count), callbacks=[phalanx.callbacks.EMA(0.5)], **options)
+    return result.digest, {name: value.numpy().tobytes() for name, value in result.averaged.items()}
+
+
+class Foreign(torch.optim.SGD):
+    """Not one of torch's own."""
+
+
+AVERAGED = {
+    "conv": lambda: NORM.recipe(4, steps=6),
+    "phases": lambda: two_phases(),
+    "foreign": lambda: MLP.recipe(4, optimizer=functools.partial(Foreign, lr=0.1)),
+    "skipped": lambda: MLP.recipe(4, loss_fn=infinite_once, on_nonfinite="skip"),
+}
+
+
+def infinite_once(output, target):
+    """The second step is skipped, and its weights count once more."""
+    return F.cross_entropy(output, target) / float(phalanx.current_step() != 1)
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_averages_are_kept_by_workers(name):
+    """They have the bits of one device's, after all phases, beside any optimizer."""
+    wanted = averaged(AVERAGED[name](), 1)
+    assert averaged(AVERAGED[name](), 2) == averaged(AVERAGED[name](), 3) == wanted
+
+
+@pytest.mark.parametrize(("first", "then"), cover("averages", [1, 2], [1, 2, 3]))
+def test_averages_go_on(tmp_path, first, then):
+    """A resumed run goes on with the average, on any number of devices; evaluations in between use it."""
+    recipe = NORM.recipe(4, steps=6)
+    wanted = averaged(recipe, 1)
+    with recipe.start(**devices(first), callbacks=[phalanx.callbacks.EMA(0.5)], run_dir=tmp_path) as run:
+        for _ in range(3):
+            next(run)
+        outputs = run.predict(NORM.data[0])
+    with recipe.start(callbacks=[phalanx.callbacks.EMA(0.5)]) as run:
+        for _ in range(3):
+            next(run)
+        assert torch.equal(run.predict(NORM.data[0]), outputs)
+    assert averaged(recipe, then, run_dir=tmp_path) == wanted
+
+
+def test_replacements_have_the_average():
+    """A killed worker's successor takes it from a survivor, as it takes the optimizer's state."""
+    recipe = NORM.recipe(4, steps=6)
+    with recipe.start(**devices(3), callbacks=[phalanx.callbacks.EMA(0.5)]) as run:
+        for report in run:
+            if report.step in (1, 3):
+                os.kill(run.worker_pids[report.step // 2], signal.SIGKILL)
+        result = run.result()
+    found = result.digest, {name: value.numpy().tobytes() for name, value in result.averaged.items()}
+    assert found == averaged(recipe, 1)
+    assert len(result.incidents) >= 2
+
+
+def unaveraged(patch):
+    """The last worker averages nothing in the third step."""
+    average = Worker._average
+
+    def skipped(worker, update):
+        if worker._number < 2 or update != 2:  # planted
+            average(worker, update)
+
+    patch.setattr(Worker, "_average", skipped)
+
+
+def test_an_average_that_is_not_everybody_s():
+    """These tests can fail: what the last worker hands over has other bits then."""
+    recipe = NORM.recipe(4, steps=4)
+    faulty = dataclasses.replace(recipe, make_model=Planted(recipe.make_model, unaveraged))
+    assert averaged(faulty, 3) != averaged(recipe, 1)
+    assert averaged(faulty, 3)[0] == averaged(recipe, 1)[0]
 
 
 def test_weights_between_steps():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from phalanx.definition import checks
 from phalanx.definition.plain import check_like, taking_over
-from phalanx.errors import UsageError
+from phalanx.errors import RunError, UsageError
 
 FOREACH: Any = torch
 
@@ -20,19 +21,13 @@ class EMA:
 
     After the first step the average is the weights; after each other it is ``decay * average + (1 - decay) * weights``,
     with the bits of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. Buffers are those of
-    the last step. It is in snapshots, and no part of the digest: training goes on as without it. Weights are read where
-    the workers keep them, so the average has the same bits for any number of workers; workers wait for it after each
-    step.
+    the last step. It is in snapshots, and no part of the digest: training goes on as without it. It has the same bits
+    for any number of workers. Workers with devices keep it there. Others wait after each step until it is computed.
 
     Parameters
     ----------
     decay : float, default 0.999
         From 0 to below 1.
-
-    Attributes
-    ----------
-    averaged : dict of str to torch.Tensor, or None
-        The average by names of parameters; None before the first step.
     """
 
     everywhere = True
@@ -40,33 +35,52 @@ class EMA:
     def __init__(self, decay: float = 0.999) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise UsageError(f"decay is {checks.shown(decay)}; it must be a number from 0 to below 1, as in EMA(0.999)")
-        self._decay = decay
-        self.averaged: dict[str, torch.Tensor] | None = None
+        self.decay = decay
+        self._averaged: dict[str, torch.Tensor] | None = None
+        self._kept: Callable[[], Any] | None = None
         self._run: Any = None
         self._resumed = False
+
+    @property
+    def averaged(self) -> dict[str, torch.Tensor] | None:
+        """The average by names of parameters; None before the first step."""
+        return self._averaged if self._kept is None else self._kept()
+
+    def given(self, averaged: Callable[[], Any]) -> None:
+        """The run's workers keep the average; ``averaged()`` returns it."""
+        self._kept = averaged
 
     def begin(self, run: Any) -> None:
         """Begin anew, unless the run goes on from a snapshot."""
         self._run = run
         if not self._resumed:
-            self.averaged = None
-        elif self.averaged is not None:
+            self._averaged = None
+        elif self._averaged is not None and self._kept is None:
             with taking_over("the average"):
-                check_like(self.averaged, {name: _tensor(value) for name, value in run.params.items()}, "averaged")
+                check_like(self._averaged, {name: _tensor(value) for name, value in run.params.items()}, "averaged")
         self._resumed = False
 
     def step(self, report: Any) -> None:
         """Add the weights to the average."""
+        if self._kept is not None:
+            return
         params = {name: _tensor(value) for name, value in self._run.params.items()}
-        if self.averaged is None:
-            self.averaged = {name: value.clone() for name, value in params.items()}
+        if self._averaged is None:
+            self._averaged = {name: value.clone() for name, value in params.items()}
             return
         for name, value in params.items():  # after a resume they are on the CPU
-            self.averaged[name] = self.averaged[name].to(value.device)
-        averages = [self.averaged[name] for name, value in params.items() if value.is_floating_point()]
+            self._averaged[name] = self._averaged[name].to(value.device)
+        averages = [self._averaged[name] for name, value in params.items() if value.is_floating_point()]
         weights = [value for value in params.values() if value.is_floating_point()]
         with torch.no_grad():
-            FOREACH._foreach_lerp_(averages, weights, 1 - self._decay)
+            FOREACH._foreach_lerp_(averages, weights, 1 - self.decay)
+
+    def end(self, result: Any) -> None:
+        """Take the average from the workers, who end, unless they have lost it."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            with contextlib.suppress(RunError):
+                self._averaged = kept()
 
     def state(self) -> dict[str, Any]:
         """The average."""
@@ -75,7 +89,7 @@ class EMA:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue the average from there."""
         check_like(state, {"averaged": object}, "EMA")
-        self.averaged = state["averaged"]
+        self._averaged = state["averaged"]
         self._resumed = True
 
 

@@ -64,6 +64,8 @@ class ResumeState:
         self._definition = definition
         self._recipe = described(definition) if run_dir is not None else {}
         self._recipe["beside"] = _spelled(beside)
+        averaging = [(each.decay, type(each).__name__) for each in beside if hasattr(each, "given")]
+        self._averaging = averaging[0] if len(averaging) == 1 else None
         self._gradients = tuple(name for each in beside for name in getattr(each, "gradients", ()))
         self._differs: list[str] = []
         self._hints: list[str] = []
@@ -102,7 +104,7 @@ class ResumeState:
                 framework.adopt(Captured(fitted(self._weights, framework.capture(copy=False)), {}, {}))
         rounds = self._definition.rounds
         if earlier is None:
-            return RunState(rounds=rounds, gradients=self._gradients)
+            return RunState(rounds=rounds, gradients=self._gradients, averaging=self._averaging)
         with taking_over("the state"), framework.environment:
             framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         with taking_over("what was evaluated"):
@@ -111,7 +113,7 @@ class ResumeState:
         losses = losses_in(earlier, rounds.updates(earlier.step))
         return RunState(
             losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds,
-            gradients=self._gradients,
+            gradients=self._gradients, averaging=self._averaging,
         )  # fmt: skip
 
     def check(self, engine: Engine) -> None:

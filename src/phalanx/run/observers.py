@@ -18,7 +18,7 @@ from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import taking_over
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
-from phalanx.seams import Engine, Observer
+from phalanx.seams import NEVER, Engine, Observer
 from phalanx.seams.records import StepReport
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.presence import shows, terminal
@@ -135,6 +135,7 @@ class Called(Observer):
     def __init__(self, callback: Any, name: str, turn: Turns, *, stop: bool = False) -> None:
         self._callback, self._name, self._turn, self._stop = callback, name, turn, stop
         self._run: Any = None
+        self._idle = False
 
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Give it the state that it left in the snapshot from which the run goes on; then call ``begin(run)``."""
@@ -149,11 +150,14 @@ class Called(Observer):
         if self._name and hasattr(self._callback, "state"):
             others = state.states
             state.states = lambda: {**others(), self._name: self._callback.state()}
+        if state.averaged is not None and hasattr(self._callback, "given"):
+            self._idle = True
+            self._callback.given(state.averaged)
         self._call("begin", run)
 
     def horizon(self, steps: int) -> int:
         """A callback may look at the state, so no step is done ahead of the one that it is told of."""
-        return steps + 1
+        return NEVER if self._idle else steps + 1
 
     def advanced(self, report: StepReport) -> None:
         """Call an object's ``step(report)``."""

@@ -283,12 +283,18 @@ class Sharing(Protocol):
         Whether the whole state is known, so that a run can move to other processes in the middle.
     devices : sequence of str
         Devices that were asked for, if each is a worker's.
+    averaging : (float, mapping) or None
+        Decay, and what to go on from, of an average of the weights that is kept beside the state.
+    averages : Averages or None
+        That average; ``step()`` adds the weights, ``named()`` returns it by names of parameters.
     """
 
     arrays: Arrays
     moving_seconds: float
     portable: bool
     devices: Sequence[str]
+    averaging: tuple[float, Weights | None] | None
+    averages: Any
 
     def lay_out(self, placement: Placement, take: Callable[[int], int], known: Any = None) -> Any:
         """Give everything its place in an arena.

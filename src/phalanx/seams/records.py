@@ -316,6 +316,10 @@ class RunState:
         Whether replicas that are computed twice may differ; None: no replica is.
     gradients : tuple of str
         Names or patterns of parameters whose mean gradients callbacks asked for.
+    averaging : (float, str) or None
+        Decay of an average of the weights that workers with devices may keep, and whose state has it in snapshots.
+    averaged : callable or None
+        Returns that average by names of parameters, None before the first step; None unless workers keep it.
     max_failures : int
         Deaths by SIGKILL or SIGTERM, in a row at one place, that end the run.
     told : int
@@ -339,6 +343,8 @@ class RunState:
     audit: Audit | None = None
     audited: int = 0
     allow: bool | None = False
+    averaging: tuple[float, str] | None = None
+    averaged: Callable[[], Weights | None] | None = None
     gradients: tuple[str, ...] = ()
     max_failures: int = MOST
     told: int = 0

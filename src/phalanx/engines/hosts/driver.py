@@ -200,6 +200,7 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
             "losses": run_state.loss_history,
             "samples": run_state.samples,
             "resumed_from": run_state.resumed_from,
+            "averaging": run_state.averaging,
             "evaluated": [dataclasses.astuple(item) for item in run_state.evaluated],
         }
         history[CALLBACKS], tensors = kept(run_state.callbacks)
@@ -215,5 +216,6 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
         history["losses"], history["samples"], resumed_from=history["resumed_from"], evaluated=evaluated
     )
     run_state.rounds = rounds
+    run_state.averaging = tuple(history["averaging"]) if history["averaging"] else None
     run_state.callbacks = states_in(history, captured.training)
     return run_state

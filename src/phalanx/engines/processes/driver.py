@@ -64,8 +64,9 @@ class Processes:
         self._copies = placement.copies
         self._definition, self._framework, self._deadline = definition, framework, deadline or Deadline()
         self._rendezvous = rendezvous
-        self.ended, self.closed, self.lost = "", False, False
+        self.ended, self.closed, self.lost, self._fetched = "", False, False, -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
+        self._decay = self._averages()
         plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = [Memory(0) for _ in range(MEMORIES)]
@@ -74,6 +75,24 @@ class Processes:
                 undo.callback(memory.close)
             self._begin(plan, placement, memories, readers)
             undo.pop_all()
+
+    def _averages(self) -> float | None:
+        """Have workers with devices keep the average that a callback asked for; returns its decay."""
+        if not self._copies or self.run_state.averaging is None:
+            return None
+        decay, name = self.run_state.averaging
+        earlier = self.run_state.callbacks.get(name)
+        self._framework.sharing.averaging = decay, earlier["averaged"] if isinstance(earlier, dict) else None
+        self.run_state.averaged = self._averaged
+        return decay
+
+    def _averaged(self) -> Weights | None:
+        """The average after the last finished step. A snapshot of that step has fetched it already."""
+        if not self.closed and self._fetched != self._steps:
+            self.fetch(save=True)
+        if self.lost:
+            self.check_able()
+        return self._framework.sharing.averages.named()
 
     def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], readers: int) -> None:
         environment_memory, parcel, arena, mailbox, orders, base, inputs, _ = memories
@@ -86,6 +105,7 @@ class Processes:
         facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
         facts |= {"gradients": self.run_state.gradients, "allow": self.run_state.allow}
         facts |= {"devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds, CONNECTING)}
+        facts |= {"averaging": self._decay}
         facts |= {"began": None if self._rendezvous else self._steps}
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
@@ -276,6 +296,7 @@ class Processes:
         if save:
             self.supervisor.keep(states[0]["options"])
         self._mirror.get(states, saved=save)
+        self._fetched = self._steps
 
     def _of_a_survivor(self) -> dict[str, Any]:
         """Have a worker whose device still answers write the whole state to the arena; returns what describes it."""

@@ -62,6 +62,7 @@ class RankLink(ArenaLink):
         self._connect = connect
         self._transport: Transport | None = None
         self._generation = -1
+        self.average: Callable[[int], None] | None = None  # called with the number of each update that was done
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         self._due = step % CHECK_STEPS == 0
@@ -118,6 +119,8 @@ class RankLink(ArenaLink):
             ran = [replica for replica, part in enumerate(self.parts) if part.samples]
             buffers = [(int(self.parts[replica].samples), self._shard.left(replica)) for replica in ran]
             self._framework.update(step, gradient, buffers)
+        if self.average is not None:
+            self.average(step)
         self._barrier.at(Phase.UPDATED)
         self._barrier.wait()
 

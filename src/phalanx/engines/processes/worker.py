@@ -89,7 +89,14 @@ class Worker:
         self._gradients = Gradients(self._framework, setup["gradients"]) if setup["gradients"] else None
         self._settled = False
 
+    def _average(self, update: int) -> None:
+        """Once all phases of a step are done, add the weights to their average."""
+        if self._definition.rounds.at(update).last:
+            self._framework.sharing.averages.step()
+
     def _share(self, memory: Memory, base: Memory, meeting: Memory, setup: dict[str, Any]) -> None:
+        if setup["averaging"] is not None:
+            self._framework.sharing.averaging = setup["averaging"], None
         plan = Plan(self._framework.sharing, self._placement, setup["contents"])
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
@@ -107,9 +114,9 @@ class Worker:
         facts = self._framework, shard, plan, placement, arena, barrier
         if placement.copies:
             here = self._device, meeting, setup["seconds"]
-            self._link: ArenaLink = (
-                RankLink(*here, *facts) if rendezvous is None else HostRankLink(rendezvous, self._device, *facts)
-            )
+            link = RankLink(*here, *facts) if rendezvous is None else HostRankLink(rendezvous, self._device, *facts)
+            link.average = None if setup["averaging"] is None else self._average
+            self._link: ArenaLink = link
         else:
             self._link = ArenaLink(*facts) if rendezvous is None else HostLink(rendezvous, *facts)
 

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from phalanx.definition.data import map_tree
+from phalanx.definition.plain import check_like, taking_over
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.arithmetic import spec_of
+from phalanx.frameworks.torch.arithmetic import FOREACH, spec_of
 from phalanx.frameworks.torch.optimizer import Updates, step_alone
+from phalanx.frameworks.torch.schedules import Named
+from phalanx.seams.records import Weights
 from phalanx.shared.layout import Spec, StatePiece
 
 Holder = tuple[torch.optim.Optimizer, torch.Tensor]
 
+AVERAGED = "averaged"
 LATER_MOMENTUM = 0.5  # any that is not 0
 SMALL = 1 << 18  # bytes of a parameter; up to these, an update of it is faster than one of its shape alone
 
@@ -35,11 +40,18 @@ class OptimizerState:
     parameters : sequence of torch.Tensor
     pieces : sequence of StatePiece
         Empty for optimizers from elsewhere, which may keep their state anywhere.
+    averages : Averages or None
     """
 
-    def __init__(self, updates: Updates, parameters: Sequence[torch.Tensor], pieces: Sequence[StatePiece]) -> None:
+    def __init__(
+        self,
+        updates: Updates,
+        parameters: Sequence[torch.Tensor],
+        pieces: Sequence[StatePiece],
+        averages: Averages | None = None,
+    ) -> None:
         self._foreign = updates.foreign
-        self._optimizers = updates.optimizers
+        self._optimizers: list[Any] = [*updates.optimizers, *([] if averages is None else [averages])]
         self._parameters = parameters
         self._pieces = pieces
         holders: dict[tuple[int, int], Holder] = {}
@@ -48,7 +60,7 @@ class OptimizerState:
         for piece in pieces:
             number, _, key = piece.name.partition(".")
             pair = int(number), piece.parameter
-            holder = holders.setdefault(pair, (updates.optimizers[pair[0]], parameters[piece.parameter]))
+            holder = holders.setdefault(pair, (self._optimizers[pair[0]], parameters[piece.parameter]))
             self._places.append((holder, key))
             self._known.add((*pair, key))
 
@@ -125,8 +137,48 @@ class OptimizerState:
                     raise _unforeseen(f"{key!r}")
 
 
-def find_pieces(updates: Updates, parameters: Sequence[torch.Tensor]) -> list[StatePiece]:
-    """All that the optimizers may keep of each parameter: what they keep now, and what updates will add to it."""
+class Averages:
+    """An average of all parameters over steps, kept as an optimizer keeps its state, so that it is shared as that is.
+
+    Parameters
+    ----------
+    named : sequence of (str, torch.nn.Parameter)
+    decay : float
+    start : mapping of str to torch.Tensor, or None
+        What it goes on from; None: the weights after the first step are the average.
+    """
+
+    def __init__(self, named: Named, decay: float, start: Weights | None) -> None:
+        self._named, self._decay = named, decay
+        self.param_groups = [{"params": [parameter for _, parameter in named]}]
+        self.state = defaultdict[Any, dict[str, torch.Tensor]](dict)
+        if start is not None:
+            with taking_over("the average"):
+                check_like(start, {name: parameter.detach() for name, parameter in named}, AVERAGED)
+            for name, each in named:
+                self.state[each][AVERAGED] = start[name].to(each.device, copy=True)
+
+    def step(self) -> None:
+        """Add the weights to the average."""
+        with torch.no_grad():
+            if not self.state:
+                self.state.update({each: {AVERAGED: each.detach().clone()} for _, each in self._named})
+                return
+            floating = [each for _, each in self._named if each.is_floating_point()]
+            FOREACH._foreach_lerp_([self.state[each][AVERAGED] for each in floating], floating, 1 - self._decay)
+
+    def named(self) -> dict[str, torch.Tensor] | None:
+        """The average by names of parameters; None before the first step."""
+        return {name: self.state[each][AVERAGED] for name, each in self._named} if self.state else None
+
+
+def find_pieces(
+    updates: Updates, parameters: Sequence[torch.Tensor], averages: Averages | None = None
+) -> list[StatePiece]:
+    """All that the optimizers may keep of each parameter: what they keep now, and what updates will add to it.
+
+    Likewise of ``averages``.
+    """
     if updates.foreign:
         return []
     homes = {
@@ -148,7 +200,8 @@ def find_pieces(updates: Updates, parameters: Sequence[torch.Tensor]) -> list[St
             kept = optimizer.state.get(parameter, {}).items()
             specs = {**known[alike], **{key: _spec(value) for key, value in kept if value is not None}}
             pieces += [StatePiece(index, f"{number}.{key}", spec) for key, spec in specs.items()]
-    return pieces
+    count, kept = len(updates.optimizers), [] if averages is None else parameters
+    return pieces + [StatePiece(index, f"{count}.{AVERAGED}", _spec(each)) for index, each in enumerate(kept)]
 
 
 def check_state(updates: Updates, pieces: Sequence[StatePiece]) -> None:

@@ -24,13 +24,13 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient, blank, spec_of, view
 from phalanx.frameworks.torch.optimizer import Updates, check_no_global_hooks
-from phalanx.frameworks.torch.optimizer_state import OptimizerState, find_pieces
+from phalanx.frameworks.torch.optimizer_state import Averages, OptimizerState, find_pieces
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.frameworks.torch.results import Shown
 from phalanx.plan.fold import Placement
 from phalanx.seams import Arrays, Places
-from phalanx.seams.records import Exported
+from phalanx.seams.records import Exported, Weights
 from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out
 
 DISPATCH = "__torch_dispatch__"
@@ -51,12 +51,18 @@ class Sharing:
     portable: bool  # optimizers from elsewhere may keep some of the state in attributes
     arrays: Arrays = arithmetic
     moving_seconds = 0.2  # of making the arena and forking workers
+    averaging: tuple[float, Weights | None] | None = None
     looks: dict[tuple[int, ...], Shown] = field(default_factory=dict[tuple[int, ...], Shown], compare=False)
 
     @functools.cached_property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those of the model."""
         return list(self.model.parameters())
+
+    @functools.cached_property
+    def averages(self) -> Averages | None:
+        """The average that is kept beside the state; made when it is first asked for."""
+        return None if self.averaging is None else Averages(self.updates.named, *self.averaging)
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
         check_no_global_hooks()
@@ -68,7 +74,7 @@ class Sharing:
             )
         if known is None:
             with self.environment:
-                contents = self._contents(find_pieces(self.updates, self.parameters), placement.replicas)
+                contents = self._contents(find_pieces(self.updates, self.parameters, self.averages), placement.replicas)
         else:
             contents = dataclasses.replace(self._contents(known.state, 1), frozen=known.frozen, private=known.private)
         if placement.copies:
@@ -130,7 +136,9 @@ class SharedState:
         self._buffers = sharing.buffers
         self._updates = sharing.updates
         self._owned: Sequence[int] = range(len(sharing.parameters))
-        state = self._state = OptimizerState(sharing.updates, sharing.parameters, layout.contents.state)
+        state = self._state = OptimizerState(
+            sharing.updates, sharing.parameters, layout.contents.state, sharing.averages
+        )
         self.made, self.adopt = state.made, state.adopt
         self.aim = sharing.collector.set_destination
 
