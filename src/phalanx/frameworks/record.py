@@ -189,7 +189,7 @@ class Unshared:
     portable = False
     moving_seconds = 0.0
     devices = ()
-    averaging = averages = None
+    averaging = averages = listen = None
 
     def __init__(self, why: str) -> None:
         self._why = why

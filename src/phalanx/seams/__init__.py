@@ -285,6 +285,9 @@ class Sharing(Protocol):
         Devices that were asked for, if each is a worker's.
     averaging : (float, mapping) or None
         Decay, and what to go on from, of an average of the weights that is kept beside the state.
+    listen : callable
+        ``listen(f)``: ``f(index, gradient)`` is called as soon as a backward pass has a parameter's gradient, until
+        ``listen(None)``.
     averages : Averages or None
         That average; ``step()`` adds the weights, ``named()`` returns it by names of parameters.
     """
@@ -295,6 +298,7 @@ class Sharing(Protocol):
     devices: Sequence[str]
     averaging: tuple[float, Weights | None] | None
     averages: Any
+    listen: Any
 
     def lay_out(self, placement: Placement, take: Callable[[int], int], known: Any = None) -> Any:
         """Give everything its place in an arena.

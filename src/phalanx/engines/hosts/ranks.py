@@ -38,6 +38,9 @@ NOTICED_SECONDS = 5.0  # until somebody has seen that a worker is gone
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
 
 
+Gathered = tuple[Any, torch.Tensor]  # what to wait for, and the slices of all workers
+
+
 class Bucket(NamedTuple):
     """Parameters whose gradients travel together.
 
@@ -74,6 +77,11 @@ class Transport:
         The network interface for what goes through host memory.
     check : callable
         Raises if a worker is gone, so that nobody waits for it.
+
+    Attributes
+    ----------
+    beside : torch.Stream or None
+        For what is to be done beside the current stream; None: works are waited for on the host.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class Transport:
         name = BACKENDS.default_device_backend_map.get(device.type, "gloo")
         self._on_host = name == "gloo"  # works are done when the host says so, not when a stream comes to them
         self._staged = self._on_host and device.type != "cpu"
+        self.beside = None if self._on_host else torch.Stream(device)
         self._group: Any = None
         try:
             if self._on_host:
@@ -244,41 +253,72 @@ class Exchange:
         over : callable
             Divides a tensor by the sum of weights, in place.
         """
-        total: Vector = [None] * len(self._like)
-        buckets = self._laid_out(tuple(masks))
-        begun = [self._dealt(transport, number, bucket, mine) for number, bucket in enumerate(buckets)]
-        gathered: list[Any] = []
+        buckets = self.layout(masks)
+        begun = []
+        for number, bucket in enumerate(buckets):
+            self._pack(number, bucket, mine)
+            begun.append(self.deal(transport, number, bucket))
+        gathered: list[Gathered] = []
         for number, (bucket, (work, rows)) in enumerate(zip(buckets, begun, strict=True)):
             transport.wait(work)
-            mean = self._room(("mean", number), bucket.width, bucket.dtype)
-            fold_runs(mean, rows, bucket.runs, self._rank * bucket.width)
-            whole = self._room(("whole", number), len(self._counts) * bucket.width, bucket.dtype)
-            gathered.append((transport.all_gather(whole, over(mean)), whole))
-        for bucket, (work, whole) in zip(buckets, gathered, strict=True):
+            gathered.append(self.gather(transport, number, bucket, over(self.added(number, bucket, rows))))
+        for work, _ in gathered:
             transport.wait(work)
+        return self.unpacked(buckets, gathered)
+
+    def layout(self, masks: Sequence[Mask]) -> list[Bucket]:
+        """The buckets of a step in which each node of all workers has these gradients."""
+        return self._laid_out(tuple(masks))
+
+    def homes(self, number: int, bucket: Bucket, index: int) -> list[torch.Tensor]:
+        """Where this worker's sums of a parameter lie in a bucket that it sends, one for each of its nodes."""
+        like, offset = self._like[index], bucket.places[index]
+        rows = self._packed(number, bucket)
+        return [row.as_strided(like.shape, like.stride(), row.storage_offset() + offset) for row in rows]
+
+    def deal(self, transport: Transport, number: int, bucket: Bucket) -> tuple[Any, list[torch.Tensor]]:
+        """Send every worker its slice of this worker's sums; returns what to wait for, and the rows that come."""
+        workers, own, width = len(self._counts), self._counts[self._rank], bucket.width
+        packed = self._packed(number, bucket)
+        sent = packed if own == 1 else packed.view(own, workers, width).transpose(0, 1).contiguous()
+        received = self._room(("received", number), sum(self._counts) * width, bucket.dtype)
+        comes, goes = [count * width for count in self._counts], [own * width] * workers
+        work = transport.all_to_all(received, sent.view(-1), comes, goes)
+        return work, list(received.view(-1, width))
+
+    def added(self, number: int, bucket: Bucket, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add up this worker's slice of all sums, which have come."""
+        total = self._room(("mean", number), bucket.width, bucket.dtype)
+        fold_runs(total, rows, bucket.runs, self._rank * bucket.width)
+        return total
+
+    def gather(self, transport: Transport, number: int, bucket: Bucket, mine: torch.Tensor) -> Gathered:
+        """Give a slice to all; returns what to wait for, and where the slices of all come."""
+        whole = self._room(("whole", number), len(self._counts) * bucket.width, bucket.dtype)
+        return transport.all_gather(whole, mine), whole
+
+    def unpacked(self, buckets: Sequence[Bucket], gathered: Sequence[Gathered]) -> Vector:
+        """The gradients of all parameters, where they came."""
+        total: Vector = [None] * len(self._like)
+        for bucket, (_, whole) in zip(buckets, gathered, strict=True):
             for index, offset in bucket.places.items():
                 like = self._like[index]
                 total[index] = whole.as_strided(like.shape, like.stride(), offset)
         return total
 
-    def _dealt(
-        self, transport: Transport, number: int, bucket: Bucket, mine: Sequence[Vector | None]
-    ) -> tuple[Any, list[torch.Tensor]]:
-        """Send every worker its slice of this worker's sums; returns what to wait for, and the rows that come."""
-        workers, own, width = len(self._counts), self._counts[self._rank], bucket.width
-        packed = self._room(("packed", number), own * workers * width, bucket.dtype).view(own, workers * width)
-        for row, vector in zip(packed, mine, strict=True):
+    def _packed(self, number: int, bucket: Bucket) -> torch.Tensor:
+        own, whole = self._counts[self._rank], len(self._counts) * bucket.width
+        return self._room(("packed", number), own * whole, bucket.dtype).view(own, whole)
+
+    def _pack(self, number: int, bucket: Bucket, mine: Sequence[Vector | None]) -> None:
+        """Put this worker's sums into a bucket."""
+        for row, vector in zip(self._packed(number, bucket), mine, strict=True):
             start, there = row.storage_offset(), [] if vector is None else vector
             pairs = [(index, there[index]) for index in bucket.places if there and there[index] is not None]
             likes = [self._like[index] for index, _ in pairs]
             places = [start + bucket.places[index] for index, _ in pairs]
             homes = [row.as_strided(each.shape, each.stride(), at) for each, at in zip(likes, places, strict=True)]
             copy_all(zip(homes, [entry for _, entry in pairs], strict=True))
-        sent = packed if own == 1 else packed.view(own, workers, width).transpose(0, 1).contiguous()
-        received = self._room(("received", number), sum(self._counts) * width, bucket.dtype)
-        comes, goes = [count * width for count in self._counts], [own * width] * workers
-        work = transport.all_to_all(received, sent.view(-1), comes, goes)
-        return work, list(received.view(-1, width))
 
     def _lay_out(self, replicas: int, nodes: Sequence[Node], masks: tuple[Mask, ...]) -> list[Bucket]:
         """Buckets in the order in which a backward pass comes to the parameters: the last first."""
@@ -383,20 +423,18 @@ def description(device: torch.device) -> str:
 
 
 def connected(
-    fd: int, rank: int, size: int, device: str, seconds: float, generation: int, check: Callable[[], None]
+    fd: int, rank: int, size: int, device: str, seconds: float, meeting: str, check: Callable[[], None]
 ) -> Transport:
-    """Meet the other workers of this host, for the ``generation``-th time, in memory that they share."""
-    store = PrefixStore(str(generation), FILE(f"/proc/self/fd/{fd}", size))
+    """Meet the other workers of this host, in memory that they share; each ``meeting`` has another name."""
+    store = PrefixStore(meeting, FILE(f"/proc/self/fd/{fd}", size))
     return Transport(store, rank, size, torch.device(device), seconds, LOOPBACK, check)
 
 
-def reached(
-    rendezvous: Rendezvous, device: str, seconds: float, generation: int, check: Callable[[], None]
-) -> Transport:
+def reached(rendezvous: Rendezvous, device: str, seconds: float, meeting: str, check: Callable[[], None]) -> Transport:
     """Meet the workers of the other processes, through the store of their world."""
     limit = datetime.timedelta(seconds=seconds)
     store = TCP(*rendezvous.address, is_master=False, timeout=limit)
-    own = PrefixStore(f"phalanx/{rendezvous.run}/devices {generation}", store)
+    own = PrefixStore(f"phalanx/{rendezvous.run}/devices {meeting}", store)
     size = len(rendezvous.blocks)
     return Transport(own, rendezvous.rank, size, torch.device(device), seconds, rendezvous.interface, check)
 

@@ -155,6 +155,8 @@ class ArenaLink:
     publications : Publications
     parts : list of Part
         Of all replicas in this step; a link that reaches other hosts adds theirs.
+    overlaps : bool
+        Whether this step may send gradients while others are computed. Only links of devices do.
     there : list of int or None
         Which parameters have a gradient anywhere, on other hosts too (None: all).
     """
@@ -176,6 +178,7 @@ class ArenaLink:
         self.slots = Buckets(framework.sharing.arrays, shard.local, plan.layout, arena, self._worker)
         self.publications = Publications(plan.flags(arena), plan.publishers)
         self.parts: list[Part] = []
+        self.overlaps = False
         self.there: list[int] | None = None
         self._counters = barrier.counters
         self._own = barrier.counters.workers[barrier.worker]

@@ -7,11 +7,13 @@ from device to device, and every worker updates everything.
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.definition.data import Share
+from phalanx.engines.hosts.early import Early, sums_with
 from phalanx.engines.hosts.exchange import CHECK_STEPS, Rendezvous
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.hosts.ranks import Exchange, Spread, Transport, connected, reached
@@ -24,6 +26,9 @@ from phalanx.seams.records import Part, Vector
 from phalanx.shared.counters import LEAVE
 from phalanx.shared.memory import Memory
 from phalanx.shared.state import CopiedShard
+
+MISTAKES = 3  # steps in which others came than were foreseen, until gradients are sent when all are there
+MISTAKEN = b"\2"  # in place of 1: there is a gradient, and what was sent of it early is not right
 
 
 class RankLink(ArenaLink):
@@ -61,21 +66,39 @@ class RankLink(ArenaLink):
         self._spread = Spread(contents.buffers, blocks, rank, device)
         self._connect = connect
         self._transport: Transport | None = None
-        self._generation = -1
+        self._meeting: tuple[int, int] = (-1, 0)
         self.average: Callable[[int], None] | None = None  # called with the number of each update that was done
+        self._early: Early | None = None
+        self._pending: list[tuple[int, Vector | None]] = []  # from the last replica on, if gradients are sent early
+        self._seen: list[tuple[int, list[bytes]]] = []  # the last two steps, and which gradients there were
+        self._had: set[int] = set()  # which of them this worker's last replica had
+        self._mistaken = 0  # steps in which others came than were foreseen
+        self._left = 0  # steps that were left while gradients were under way, since workers connected
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         self._due = step % CHECK_STEPS == 0
         if self._due:
             weights = self._framework.export(step, copy=False, digest=False).params
             self._weights = self._framework.arithmetic.checksum(list(weights.values()))
+        ran = [replica for replica in self.hosted if len(shares[replica].samples)]
+        self._last = ran[-1] if ran else -1
+        self._before = {later: earlier for earlier, later in itertools.pairwise([self.hosted[0] - 1, *self.hosted])}
+        self._foresee(step)
         super().begin(step, shares)
+        self._pushed(self.hosted[0] - 1)
 
     def _begin_fold(self) -> None:
         self._sums: Fold[Vector] = Fold(self._replicas, self._framework.arithmetic.add)
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        self._sums.push(replica, gradient)
+        if self._early is not None and replica >= self._last >= 0:
+            if replica == self._last:
+                self._framework.sharing.listen(None)
+                self._has = {index for index, entry in enumerate(gradient or ()) if entry is not None}
+            self._pending.append((replica, gradient))
+        else:
+            self._sums.push(replica, gradient)
+            self._pushed(replica)
         if samples:
             self._shard.leave(replica, buffers)
         self._count(self._done + 1)
@@ -83,13 +106,21 @@ class RankLink(ArenaLink):
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         """Waits for the device: the numbers of all replicas decide what is added up."""
+        if self._early is not None:
+            if self._last < 0:
+                sums = [partial.value for partial in self._sums.partials()]
+                self._early.expect([([] if value is None else [value], False) for value in sums])
+            self._early.flush(right=self._last < 0 or parts[self._last - self.hosted[0]].weight == 1)
         return super().all_gather(_read(self._framework, parts))
 
     def mean(self, weight: float) -> Vector:
         over = functools.partial(_divided, self._framework, weight)
         with self._exchange.watched():
-            transport = self._joined()
-            mean = self._exchange.total(transport, self._present(), self._mine, over)
+            transport, masks = self._joined(), self._present()
+            self._masks_of_step = [mask.replace(MISTAKEN, b"\1") for mask in masks]
+            mean = self._sent_early(masks, over)
+            if mean is None:
+                mean = self._exchange.total(transport, self._masks_of_step, self._mine, over)
             self._copies.came = self._spread.total(transport, self._copies.changed(), self._copies.mine)
         return mean
 
@@ -123,14 +154,59 @@ class RankLink(ArenaLink):
             self.average(step)
         self._barrier.at(Phase.UPDATED)
         self._barrier.wait()
+        self._seen = [*self._seen[-1:], (step, self._masks_of_step)]  # now that nobody does this step again
+        self._had = self._has
+
+    def _foresee(self, step: int) -> None:
+        """Prepare to send gradients early, if the last two steps had the same ones. All workers come to the same."""
+        early, self._early, self._pending, self._has = self._early, None, [], set()
+        if early is not None:  # what was sent for a step that was left may be under way
+            self._framework.sharing.listen(None)
+            self._left += 1
+        if self._counters.generation != self._meeting[0]:  # a new worker knows nothing of the steps before
+            self._seen, self._mistaken, self._left = [], 0, 0
+        steps, masks = [number for number, _ in self._seen], [mask for _, mask in self._seen]
+        if self.overlaps and steps == [step - 2, step - 1] and masks[0] == masks[1] and self._mistaken < MISTAKES:
+            self._early = Early(self._exchange, self._joined(), masks[0], self._had)
+
+    def _pushed(self, replica: int) -> None:
+        """Listen to the gradients of the next replica if it is the last."""
+        if self._early is not None and self._before.get(self._last) == replica:
+            after = [later for later in self.hosted if later > self._last]
+            self._early.expect(sums_with(self._replicas, self._sums.partials(), self._last, after))
+            self._framework.sharing.listen(self._early.arrived)
+
+    def _sent_early(self, masks: Sequence[bytes], over: Callable[[Any], Any]) -> Vector | None:
+        """The mean of what was sent early; None if nothing was, or it was not what there is."""
+        early, self._early = self._early, None
+        if early is None:
+            return None
+        early.finish()
+        if early.masks == masks:
+            return early.total(over)
+        self._mistaken += 1
+        self._mine = self._mine or self._folded()
+        return None
+
+    def _folded(self) -> list[Vector | None]:
+        """Add what was kept back; returns this worker's sums, of all its replicas."""
+        pending, self._pending = self._pending, []
+        for replica, gradient in pending:
+            if replica == self._last:
+                self._has = {index for index, entry in enumerate(gradient or ()) if entry is not None}
+            self._sums.push(replica, gradient)
+        return [partial.value for partial in self._sums.partials()]
 
     def _publish(self) -> list[Vector | None]:
-        """Say which gradients this worker's sums have; returns the sums."""
-        mine = [partial.value for partial in self._sums.partials()]
+        """Say which gradients this worker's sums have, or that others came than were foreseen; returns the sums."""
+        right = self._early is not None and self._early.right
+        mine = [] if right else self._folded()
+        rows = self._early.there if self._early and right else [_there(vector) for vector in mine]
+        if self._early and not right:
+            rows = [row and row.replace(b"\1", MISTAKEN) for row in rows]
         positions = [at for at, (worker, _) in enumerate(self.publications.publishers) if worker == self._worker]
-        for number, (position, vector) in enumerate(zip(positions, mine, strict=True)):
-            there = b"" if vector is None else bytes(entry is not None for entry in vector)
-            self.publications.publish(position, None if vector is None else number, there)
+        for number, (position, row) in enumerate(zip(positions, rows, strict=True)):
+            self.publications.publish(position, None if row is None else number, row or b"")
         return mine
 
     def _present(self) -> list[bytes]:
@@ -141,11 +217,11 @@ class RankLink(ArenaLink):
 
     def _joined(self) -> Transport:
         """The connection to the other workers; made anew after any of them failed."""
-        generation = self._counters.generation
-        if self._transport is None or generation != self._generation:
+        meeting = self._counters.generation, self._left
+        if self._transport is None or meeting != self._meeting:
             if self._transport is not None:
                 self._transport.close()
-            self._transport, self._generation = self._connect(generation, self._check), generation
+            self._transport, self._meeting = self._connect("{}.{}".format(*meeting), self._check), meeting
         return self._transport
 
     def _check(self, pause: int = -1) -> None:
@@ -174,6 +250,11 @@ class HostRankLink(RankLink, HostLink):
 
     def _present(self) -> list[bytes]:
         return self._masks
+
+
+def _there(vector: Vector | None) -> bytes | None:
+    """Which entries a vector has."""
+    return None if vector is None else bytes(entry is not None for entry in vector)
 
 
 def _read(framework: Framework, parts: Sequence[Part]) -> list[Part]:

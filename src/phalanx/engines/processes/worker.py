@@ -189,6 +189,7 @@ class Worker:
         self._framework.following = functools.partial(self._following, t + 1) if self._counters.kind == STEPS else None
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
+        self._link.overlaps = self._definition.phases is None and t not in self._twice.due
         self._link.begin(t, shares)
         if t in self._twice.due:
             proposal = self._twice.propose(self._link, t, shares)

@@ -52,7 +52,11 @@ class Sharing:
     arrays: Arrays = arithmetic
     moving_seconds = 0.2  # of making the arena and forking workers
     averaging: tuple[float, Weights | None] | None = None
+    listen: Any = field(init=False)
     looks: dict[tuple[int, ...], Shown] = field(default_factory=dict[tuple[int, ...], Shown], compare=False)
+
+    def __post_init__(self) -> None:
+        self.listen = self.collector.listen
 
     @functools.cached_property
     def parameters(self) -> list[torch.nn.Parameter]:

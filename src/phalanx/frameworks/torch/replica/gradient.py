@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -30,6 +30,8 @@ class Collector:
         self._written = written
         self._homes: Gradient | None = None
         self._heard: set[int] = set()
+        self._listener: Callable[[int, torch.Tensor], None] | None = None
+        self._listened: set[int] = set()
         self._onto: Gradient | None = None
         self._collecting = False
 
@@ -105,8 +107,8 @@ class Collector:
     @property
     def joins(self) -> bool:
         """Whether no hook looks at a parameter's gradient when it arrives: it would find a sum there."""
-        return all(
-            len(parameter._post_accumulate_grad_hooks or ()) == (index in self._heard)
+        return self._listener is None and all(
+            len(parameter._post_accumulate_grad_hooks or ()) == (index in self._heard) + (index in self._listened)
             for index, (_, parameter) in enumerate(self._named)
         )
 
@@ -118,6 +120,22 @@ class Collector:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
         self._heard.update(big)
+
+    def listen(self, listener: Callable[[int, torch.Tensor], None] | None) -> None:
+        """Call ``listener(index, gradient)`` in backward passes as soon as a parameter's gradient is there; None: stop.
+
+        It is called once more with the sum if a gradient comes in parts.
+        """
+        self._listener = listener
+        for index, (_, parameter) in enumerate(self._named if listener else ()):
+            if parameter.requires_grad and index not in self._listened:
+                self._listened.add(index)
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._tell, index))
+
+    def _tell(self, index: int, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
+        if self._listener is not None and self._collecting and grad is not None and grad.layout == torch.strided:
+            self._listener(index, grad)
 
     def set_destination(self, homes: Gradient | None) -> None:
         """Put the gradients of the next backward pass into this memory; None: they stay where autograd made them."""

@@ -1,0 +1,153 @@
+"""Gradients travel while the backward pass of a worker's last replica still computes others.
+
+Which gradients there will be is taken from the steps before, and compared afterwards. If it was another, all of it is
+sent again, after the backward pass.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.engines.hosts.exchange import Mask
+from phalanx.engines.hosts.ranks import Exchange, Gathered, Transport
+from phalanx.plan.fold import Fold, Partial
+from phalanx.seams.records import Vector
+
+Sums = list[tuple[list[Vector], bool]]  # for each node what is added on the left, and whether the last replica is in it
+
+
+class Early:
+    """The exchange of one step, begun during the backward pass. All workers send all buckets, in one order.
+
+    Parameters
+    ----------
+    exchange : Exchange
+    transport : Transport
+    masks : sequence of bytes
+        Which gradients each node of all workers is expected to have.
+    awaited : collection of int
+        Parameters of which this worker's last replica is expected to have a gradient.
+
+    Attributes
+    ----------
+    masks : sequence of bytes
+    came : set of int
+        Parameters whose gradient came.
+    right : bool
+        Whether it came as expected so far.
+    """
+
+    def __init__(
+        self, exchange: Exchange, transport: Transport, masks: Sequence[Mask], awaited: Collection[int]
+    ) -> None:
+        self.masks, self.came, self.right = masks, set[int](), True
+        self._exchange, self._transport, self._awaited = exchange, transport, awaited
+        self._buckets = exchange.layout(masks)
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.places}
+        self._missing = [len(set(bucket.places) & set(awaited)) for bucket in self._buckets]
+        self._begun: list[tuple[Any, list[torch.Tensor]]] = []
+        self._gathered: list[Gathered] = []
+        self._sums: Sums = []
+        self._error: Exception | None = None
+
+    def expect(self, sums: Sums) -> None:
+        """The last replica is computed next; ``sums`` are what its gradients are added to."""
+        self._sums = sums
+
+    def arrived(self, index: int, gradient: torch.Tensor) -> None:
+        """Take a gradient of the last replica. What is raised here must not leave the backward pass as user code's."""
+        if index in self.came or index not in self._awaited:
+            self.right = False
+            return
+        self.came.add(index)
+        try:
+            self._put(index, gradient)
+            self._missing[self._bucket_of[index]] -= 1
+            while len(self._begun) < len(self._buckets) and not self._missing[len(self._begun)]:
+                self._send()
+        except Exception as error:
+            self.right, self._error = False, self._error or error
+
+    def flush(self, *, right: bool) -> None:
+        """Send the rest, even if it is not as expected: others wait for it."""
+        self.right = self.right and right and len(self.came) == len(self._awaited)
+        if self._error is not None:
+            raise self._error
+        while len(self._begun) < len(self._buckets):
+            self._send()
+
+    def finish(self) -> None:
+        """Wait for everything."""
+        if self._transport.beside is None:
+            for number in range(len(self._buckets)):
+                self._fold(number)
+        for work, _ in self._gathered:
+            self._transport.wait(work)
+
+    def total(self, over: Callable[[Any], Any]) -> Vector:
+        """The mean gradient, after ``finish``. It is divided here: only now is the sum of weights known."""
+        for _, whole in self._gathered:
+            over(whole)
+        return self._exchange.unpacked(self._buckets, self._gathered)
+
+    @property
+    def there(self) -> list[bytes | None]:
+        """Which gradients this worker's sums have, if all came as expected; None for a sum of nothing."""
+        count = len(self.masks[0])
+        return [
+            bytes(any(v[at] is not None for v in lefts) or (last and at in self.came) for at in range(count))
+            if lefts or (last and self.came)
+            else None
+            for lefts, last in self._sums
+        ]
+
+    def _send(self) -> None:
+        number = len(self._begun)
+        for index in self._buckets[number].places:
+            if index not in self.came:
+                self._put(index, None)
+        self._begun.append(self._exchange.deal(self._transport, number, self._buckets[number]))
+        if self._transport.beside is not None:
+            with self._transport.beside:
+                self._fold(number)
+
+    def _fold(self, number: int) -> None:
+        """Add up what has come of a bucket, and give it to all."""
+        work, rows = self._begun[number]
+        self._transport.wait(work)
+        bucket = self._buckets[number]
+        mine = self._exchange.added(number, bucket, rows)
+        self._gathered.append(self._exchange.gather(self._transport, number, bucket, mine))
+
+    def _put(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Write this worker's sums of a parameter into its bucket."""
+        number = self._bucket_of[index]
+        homes = self._exchange.homes(number, self._buckets[number], index)
+        for home, (lefts, last) in zip(homes, self._sums, strict=True):
+            terms = [vector[index] for vector in lefts if vector[index] is not None]
+            terms += [gradient] if last and gradient is not None else []
+            if len(terms) == 1:
+                home.copy_(terms[0])
+            elif terms:
+                *others, left, right = terms
+                torch.add(left, right, out=home)
+                for term in reversed(others):
+                    torch.add(term, home, out=home)
+
+
+def sums_with(replicas: int, partials: Sequence[Partial[Vector]], last: int, after: Sequence[int]) -> Sums:
+    """What replica ``last`` is added to, in order, for each node that a worker hands over.
+
+    ``partials``: the sums of its replicas before; ``after``: its later replicas, which have no samples.
+    """
+    fold: Fold[list[Any]] = Fold(replicas, operator.add)
+    fold.merge(Partial(each.level, each.index, None if each.value is None else [each.value]) for each in partials)
+    fold.push(last, [None])
+    for replica in after:
+        fold.push(replica, None)
+    values = [each.value or [] for each in fold.partials()]
+    return [([vector for vector in value if vector is not None], None in value) for value in values]
