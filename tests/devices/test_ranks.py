@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx.engines.hosts import ranks
+from phalanx.engines.hosts.early import Early
 from phalanx.engines.processes.ranks import RankLink
 from phalanx.engines.processes.worker import Worker
 from phalanx.engines.recovery.supervisor import Supervisor
@@ -346,7 +348,7 @@ def two_phases(replicas=4, **options):
         phalanx.Phase(second, parameters="2", loss_takes="model"),
     ]
     return phalanx.Recipe(
-        MLP.make_model, MLP.data, phases=phases, replicas=replicas, batch_size=8, steps=4, lr=0.1, **options
+        MLP.make_model, MLP.data, phases=phases, replicas=replicas, batch_size=8, lr=0.1, **{"steps": 4, **options}
     )
 
 
@@ -524,7 +526,7 @@ def in_order_of_arrival(patch):
 def folded_at_the_wrong_offset(patch):
     """Every worker takes its slice for the first one."""
     fold = ranks.fold_runs
-    patch.setattr(ranks, "fold_runs", lambda mean, rows, runs, _: fold(mean, rows, runs, 0))
+    patch.setattr(ranks, "fold_runs", lambda mean, rows, runs, _, **how: fold(mean, rows, runs, 0, **how))
 
 
 def buckets_in_one_room(patch):
@@ -655,6 +657,164 @@ def test_faults_are_seen(fault):
     except phalanx.RunError as error:  # memory that is used too early may differ from worker to worker
         found = str(error)
     assert "computes or copies wrongly" in found or (isinstance(found, tuple) and found != wanted)
+
+
+# ---- sent early
+
+
+class Sending:
+    """Notes in a file for each step of the first worker whether what it sent early was what there is: "+", "-" or ".".
+
+    ``fault(patch)`` is planted, too.
+    """
+
+    def __init__(self, file, fault=None):
+        self.file, self.fault = str(file), fault
+
+    def __call__(self, patch):
+        sent_early = RankLink._sent_early
+
+        def noted(link, masks, over):
+            early = link._early is not None
+            mean = sent_early(link, masks, over)
+            if link._worker == 0:
+                with open(self.file, "a") as file:
+                    file.write("." if not early else "-" if mean is None else "+")
+            return mean
+
+        patch.setattr(RankLink, "_sent_early", noted)
+        if self.fault is not None:
+            self.fault(patch)
+
+
+class Again(nn.Module):
+    """A part that is computed again in the backward pass: weights that both parts use get gradients one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        inner = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        return self.last(self.first(inner))
+
+
+def in_full(**changes):
+    return MLP.recipe(6, batch_size=12, steps=7, drop_last=True, **changes)
+
+
+EARLY = {  # the recipe, and what is sent in each step
+    "whole batches": (lambda: in_full(), "..+++++"),
+    "weights": (lambda: MLP.recipe(4, batch_size=10, steps=7, drop_last=True), "..+++++"),
+    "returned weights": (lambda: in_full(loss_fn=half), "..---.."),
+    "another in some steps": (lambda: in_full(make_model=Changing), "..++-.."),
+    "parts": (lambda: in_full(make_model=Again), "..---.."),
+    "micro-batches": (lambda: in_full(micro_batches=2), "..---.."),
+    "phases": (lambda: two_phases(steps=4), "." * 8),
+    "small buckets": (lambda: in_full(make_model=equal_layers, loss_fn=F.mse_loss, data=NUMBERS), "..+++++"),
+}
+NUMBERS = (torch.arange(240.0).reshape(48, 5) / 240, torch.arange(240.0).reshape(48, 5) / 480)
+
+
+def half(output, target):
+    return F.cross_entropy(output, target), 0.5
+
+
+class Changing(nn.Module):
+    """From the fifth step on the second half has no gradient in every other step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        step = phalanx.current_step()
+        return self.first(x) + (self.second(x) if step < 4 or step % 2 else 0)
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_gradients_are_sent_early(tmp_path, name):
+    """While others are computed, where they can be foreseen; the bits are those of one device in any case."""
+    make, sent = EARLY[name]
+    recipe = make()
+    fault = small_buckets if name == "small buckets" else None
+    planted = dataclasses.replace(recipe, make_model=Planted(recipe.make_model, Sending(tmp_path / "sent", fault)))
+    assert trained(planted, 3) == trained(recipe, 1)
+    assert (tmp_path / "sent").read_text() == sent
+
+
+def sent_too_soon(patch):
+    """A bucket goes as soon as one gradient of it is there."""
+    patch.setattr(Early, "arrived", lambda own, index, gradient: (arrived(own, index, gradient), send_all(own)))
+
+
+arrived = Early.arrived
+
+
+def send_all(early):
+    while len(early._begun) < len(early._buckets):
+        early._send()
+
+
+def parts_unseen(patch):
+    """A gradient that comes in parts is taken as it was when its first part came."""
+
+    def first(own, index, gradient):
+        if index not in own.came:
+            arrived(own, index, gradient)
+
+    patch.setattr(Early, "arrived", first)
+
+
+def unscaled(patch):
+    """The weight of the last replica is forgotten."""
+    begin = Early.__init__
+    patch.setattr(Early, "__init__", lambda own, *facts: begin(own, *facts[:-1], 1))
+
+
+def left_out(patch):
+    """The last replica is added to nothing."""
+    patch.setattr(Early, "expect", lambda own, sums: setattr(own, "_sums", [(lefts[:0], last) for lefts, last in sums]))
+
+
+EARLY_FAULTS = {
+    sent_too_soon: "whole batches",
+    parts_unseen: "parts",
+    unscaled: "weights",
+    left_out: "whole batches",
+}
+
+
+@pytest.mark.parametrize("fault", EARLY_FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_of_sending_early_are_seen(tmp_path, fault):
+    """The test above can fail: each ends in other bits."""
+    recipe = EARLY[EARLY_FAULTS[fault]][0]()
+    planted = dataclasses.replace(recipe, make_model=Planted(recipe.make_model, Sending(tmp_path / "sent", fault)))
+    assert trained(planted, 3) != trained(recipe, 1)
+
+
+def test_an_error_while_gradients_are_under_way(tmp_path):
+    """A replica that raises leaves the others waiting for what it would have sent; the step can be done again."""
+    recipe = in_full()
+    raising = in_full(loss_fn=Raising(tmp_path))
+    with raising.start(**devices(3)) as run:
+        with pytest.raises(phalanx.WorkerError, match="only once"):
+            run.finish()
+        assert run.steps == 4
+        run.finish()
+        assert run.result().digest == trained(recipe, 1)[0]
+
+
+class Raising:
+    """The first replica's loss raises once, in the fifth step."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __call__(self, output, target):
+        if phalanx.current_step() == 4 and once(self.folder, "raised"):
+            raise ValueError("only once")
+        return F.cross_entropy(output, target)
 
 
 def other_bits_on_one(patch):

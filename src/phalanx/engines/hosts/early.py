@@ -31,6 +31,8 @@ class Early:
         Which gradients each node of all workers is expected to have.
     awaited : collection of int
         Parameters of which this worker's last replica is expected to have a gradient.
+    weight : float
+        That replica's, by which its gradients are multiplied.
 
     Attributes
     ----------
@@ -42,10 +44,15 @@ class Early:
     """
 
     def __init__(
-        self, exchange: Exchange, transport: Transport, masks: Sequence[Mask], awaited: Collection[int]
+        self,
+        exchange: Exchange,
+        transport: Transport,
+        masks: Sequence[Mask],
+        awaited: Collection[int],
+        weight: float,
     ) -> None:
         self.masks, self.came, self.right = masks, set[int](), True
-        self._exchange, self._transport, self._awaited = exchange, transport, awaited
+        self._exchange, self._transport, self._awaited, self._weight = exchange, transport, awaited, weight
         self._buckets = exchange.layout(masks)
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.places}
         self._missing = [len(set(bucket.places) & set(awaited)) for bucket in self._buckets]
@@ -65,7 +72,7 @@ class Early:
             return
         self.came.add(index)
         try:
-            self._put(index, gradient)
+            self._put(index, gradient if self._weight == 1 else gradient * self._weight)
             self._missing[self._bucket_of[index]] -= 1
             while len(self._begun) < len(self._buckets) and not self._missing[len(self._begun)]:
                 self._send()

@@ -380,21 +380,28 @@ def stretches(
     return segments
 
 
-def _add(target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence[tuple[int, int]]) -> None:
-    """Add these up into ``target``."""
+def _add(
+    target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence[tuple[int, int]], *, spare: bool
+) -> None:
+    """Add these up into ``target``. ``spare``: what is added up may be written."""
     if not order:
         target.copy_(next(part for part in parts if part is not None))
         return
     *before, (into, source) = order
     for left, right in before:
-        parts[left] = torch.add(parts[left], parts[right])  # type: ignore[arg-type]
+        parts[left] = torch.add(parts[left], parts[right], out=parts[left] if spare else None)  # type: ignore[arg-type]
     torch.add(parts[into], parts[source], out=target)  # type: ignore[arg-type]
 
 
-def fold_runs(target: torch.Tensor, rows: Sequence[torch.Tensor], runs: Sequence[Run], first: int) -> None:
-    """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once."""
+def fold_runs(
+    target: torch.Tensor, rows: Sequence[torch.Tensor], runs: Sequence[Run], first: int, *, spare: bool = False
+) -> None:
+    """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once.
+
+    ``spare``: the rows may be written.
+    """
     for begin, end, present, additions in runs:
         here = slice(max(begin - first, 0), min(end - first, len(target)))
         if here.start < here.stop:
             parts = [row[here] if position in present else None for position, row in enumerate(rows)]
-            _add(target[here], parts, additions)
+            _add(target[here], parts, additions, spare=spare)

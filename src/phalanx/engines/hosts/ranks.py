@@ -289,7 +289,7 @@ class Exchange:
     def added(self, number: int, bucket: Bucket, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add up this worker's slice of all sums, which have come."""
         total = self._room(("mean", number), bucket.width, bucket.dtype)
-        fold_runs(total, rows, bucket.runs, self._rank * bucket.width)
+        fold_runs(total, rows, bucket.runs, self._rank * bucket.width, spare=True)
         return total
 
     def gather(self, transport: Transport, number: int, bucket: Bucket, mine: torch.Tensor) -> Gathered:

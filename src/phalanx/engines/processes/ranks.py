@@ -19,6 +19,7 @@ from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.hosts.ranks import Exchange, Spread, Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.errors import RunError, Trouble
+from phalanx.plan import share_weights
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.seams import Framework
@@ -27,6 +28,7 @@ from phalanx.shared.counters import LEAVE
 from phalanx.shared.memory import Memory
 from phalanx.shared.state import CopiedShard
 
+KINDS = 8  # of steps, by the sizes of shares, whose gradients are remembered
 MISTAKES = 3  # steps in which others came than were foreseen, until gradients are sent when all are there
 MISTAKEN = b"\2"  # in place of 1: there is a gradient, and what was sent of it early is not right
 
@@ -70,8 +72,9 @@ class RankLink(ArenaLink):
         self.average: Callable[[int], None] | None = None  # called with the number of each update that was done
         self._early: Early | None = None
         self._pending: list[tuple[int, Vector | None]] = []  # from the last replica on, if gradients are sent early
-        self._seen: list[tuple[int, list[bytes]]] = []  # the last two steps, and which gradients there were
-        self._had: set[int] = set()  # which of them this worker's last replica had
+        # Of the last two steps with shares of the same sizes: which gradients there were, and which this worker's last
+        # replica had.
+        self._seen: dict[tuple[int, ...], list[tuple[list[bytes], set[int]]]] = {}
         self._mistaken = 0  # steps in which others came than were foreseen
         self._left = 0  # steps that were left while gradients were under way, since workers connected
 
@@ -82,8 +85,10 @@ class RankLink(ArenaLink):
             self._weights = self._framework.arithmetic.checksum(list(weights.values()))
         ran = [replica for replica in self.hosted if len(shares[replica].samples)]
         self._last = ran[-1] if ran else -1
+        self._sizes = tuple([len(share.samples) for share in shares])
+        self._weight = share_weights(self._sizes)[self._last]  # unless the loss returns one
         self._before = {later: earlier for earlier, later in itertools.pairwise([self.hosted[0] - 1, *self.hosted])}
-        self._foresee(step)
+        self._foresee()
         super().begin(step, shares)
         self._pushed(self.hosted[0] - 1)
 
@@ -92,13 +97,13 @@ class RankLink(ArenaLink):
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
         if self._early is not None and replica >= self._last >= 0:
-            if replica == self._last:
-                self._framework.sharing.listen(None)
-                self._has = {index for index, entry in enumerate(gradient or ()) if entry is not None}
+            self._framework.sharing.listen(None)
             self._pending.append((replica, gradient))
         else:
             self._sums.push(replica, gradient)
             self._pushed(replica)
+        if replica == self._last:
+            self._has = {index for index, entry in enumerate(gradient or ()) if entry is not None}
         if samples:
             self._shard.leave(replica, buffers)
         self._count(self._done + 1)
@@ -110,7 +115,9 @@ class RankLink(ArenaLink):
             if self._last < 0:
                 sums = [partial.value for partial in self._sums.partials()]
                 self._early.expect([([] if value is None else [value], False) for value in sums])
-            self._early.flush(right=self._last < 0 or parts[self._last - self.hosted[0]].weight == 1)
+            right = self._last < 0 or parts[self._last - self.hosted[0]].weight == self._weight
+            with self._exchange.watched():
+                self._early.flush(right=right)
         return super().all_gather(_read(self._framework, parts))
 
     def mean(self, weight: float) -> Vector:
@@ -154,20 +161,21 @@ class RankLink(ArenaLink):
             self.average(step)
         self._barrier.at(Phase.UPDATED)
         self._barrier.wait()
-        self._seen = [*self._seen[-1:], (step, self._masks_of_step)]  # now that nobody does this step again
-        self._had = self._has
+        # Now that nobody does this step again all workers note the same.
+        if len(self._seen) < KINDS or self._sizes in self._seen:
+            self._seen[self._sizes] = [*self._seen.get(self._sizes, [])[-1:], (self._masks_of_step, self._has)]
 
-    def _foresee(self, step: int) -> None:
-        """Prepare to send gradients early, if the last two steps had the same ones. All workers come to the same."""
+    def _foresee(self) -> None:
+        """Prepare to send gradients early, if the last two such steps had the same ones; all workers decide alike."""
         early, self._early, self._pending, self._has = self._early, None, [], set()
         if early is not None:  # what was sent for a step that was left may be under way
             self._framework.sharing.listen(None)
             self._left += 1
         if self._counters.generation != self._meeting[0]:  # a new worker knows nothing of the steps before
-            self._seen, self._mistaken, self._left = [], 0, 0
-        steps, masks = [number for number, _ in self._seen], [mask for _, mask in self._seen]
-        if self.overlaps and steps == [step - 2, step - 1] and masks[0] == masks[1] and self._mistaken < MISTAKES:
-            self._early = Early(self._exchange, self._joined(), masks[0], self._had)
+            self._seen, self._mistaken, self._left = {}, 0, 0
+        seen = self._seen.get(self._sizes, [])
+        if self.overlaps and len(seen) == 2 and seen[0][0] == seen[1][0] and self._mistaken < MISTAKES:
+            self._early = Early(self._exchange, self._joined(), *seen[-1], self._weight)
 
     def _pushed(self, replica: int) -> None:
         """Listen to the gradients of the next replica if it is the last."""
@@ -183,6 +191,8 @@ class RankLink(ArenaLink):
             return None
         early.finish()
         if early.masks == masks:
+            self._pending = []  # what was sent is not held any longer
+            self._begin_fold()
             return early.total(over)
         self._mistaken += 1
         self._mine = self._mine or self._folded()
@@ -192,8 +202,6 @@ class RankLink(ArenaLink):
         """Add what was kept back; returns this worker's sums, of all its replicas."""
         pending, self._pending = self._pending, []
         for replica, gradient in pending:
-            if replica == self._last:
-                self._has = {index for index, entry in enumerate(gradient or ()) if entry is not None}
             self._sums.push(replica, gradient)
         return [partial.value for partial in self._sums.partials()]
 
