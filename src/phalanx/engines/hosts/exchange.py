@@ -381,7 +381,7 @@ def stretches(
 
 
 def _add(
-    target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence[tuple[int, int]], *, spare: bool
+    target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence[tuple[int, int]], *, spare: bool = False
 ) -> None:
     """Add these up into ``target``. ``spare``: what is added up may be written."""
     if not order:
