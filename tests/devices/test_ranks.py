@@ -427,6 +427,11 @@ class Foreign(torch.optim.SGD):
     """Not one of torch's own."""
 
 
+def slow(cases, *quick):
+    """All cases; those that are not ``quick`` are for the long tests."""
+    return [pytest.param(case, marks=[] if case in quick else pytest.mark.long) for case in cases]
+
+
 AVERAGED = {
     "conv": lambda: NORM.recipe(4, steps=6),
     "phases": lambda: two_phases(),
@@ -440,7 +445,7 @@ def infinite_once(output, target):
     return F.cross_entropy(output, target) / float(phalanx.current_step() != 1)
 
 
-@pytest.mark.parametrize("name", AVERAGED)
+@pytest.mark.parametrize("name", slow(AVERAGED, "conv", "phases"))
 def test_averages_are_kept_by_workers(name):
     """They have the bits of one device's, after all phases, beside any optimizer."""
     wanted = averaged(AVERAGED[name](), 1)
@@ -463,6 +468,7 @@ def test_averages_go_on(tmp_path, first, then):
     assert averaged(recipe, then, run_dir=tmp_path) == wanted
 
 
+@pytest.mark.long
 def test_replacements_have_the_average():
     """A killed worker's successor takes it from a survivor, as it takes the optimizer's state."""
     recipe = NORM.recipe(4, steps=6)
@@ -732,7 +738,7 @@ class Changing(nn.Module):
         return self.first(x) + (self.second(x) if step < 4 or step % 2 else 0)
 
 
-@pytest.mark.parametrize("name", EARLY)
+@pytest.mark.parametrize("name", slow(EARLY, "whole batches", "weights", "parts"))
 def test_gradients_are_sent_early(tmp_path, name):
     """While others are computed, where they can be foreseen; the bits are those of one device in any case."""
     make, sent = EARLY[name]
@@ -785,7 +791,7 @@ EARLY_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", EARLY_FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", slow(EARLY_FAULTS, sent_too_soon, unscaled), ids=lambda fault: fault.__name__)
 def test_faults_of_sending_early_are_seen(tmp_path, fault):
     """The test above can fail: each ends in other bits."""
     recipe = EARLY[EARLY_FAULTS[fault]][0]()
@@ -793,6 +799,7 @@ def test_faults_of_sending_early_are_seen(tmp_path, fault):
     assert trained(planted, 3) != trained(recipe, 1)
 
 
+@pytest.mark.long
 def test_an_error_while_gradients_are_under_way(tmp_path):
     """A replica that raises leaves the others waiting for what it would have sent; the step can be done again."""
     recipe = in_full()
