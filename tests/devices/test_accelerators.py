@@ -622,7 +622,8 @@ def test_a_lost_device(fake, tmp_path, how, count):
     wanted, device = trained(deep_recipe(4), 1), f"fake:{count - 1}"
     recipe, folder = deep_recipe(4, loss_fn=Failing(tmp_path, device, 2, how)), tmp_path / "run"
     with pytest.raises(phalanx.RunError, match=f"{device} failed"):
-        recipe.train(devices=named(count), run_dir=folder, snapshot_every=1)
+        # The fake collectives block; those that wait for the lost one's gradients leave after the deadline.
+        recipe.train(devices=named(count), run_dir=folder, snapshot_every=1, deadline_seconds=10)
     fake.reset()
     assert trained(recipe, 2, run_dir=folder) == wanted
 
@@ -631,7 +632,7 @@ def test_a_lost_device(fake, tmp_path, how, count):
 def test_the_state_after_a_lost_device(fake, tmp_path):
     """The other workers have it; the run itself cannot go on."""
     failing = deep_recipe(4, loss_fn=Failing(tmp_path, "fake:2", 2, "lose"))
-    with failing.start(devices=named(3)) as run:
+    with failing.start(devices=named(3), deadline_seconds=10) as run:
         with pytest.raises(phalanx.RunError, match="fake:2 failed"):
             run.finish()
         assert run.result().digest == deep_recipe(4, steps=2).train(devices="fake:0").digest

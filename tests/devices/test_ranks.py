@@ -715,7 +715,7 @@ EARLY = {  # the recipe, and what is sent in each step
     "returned weights": (lambda: in_full(loss_fn=half), "..---.."),
     "another in some steps": (lambda: in_full(make_model=Changing), "..++-.."),
     "parts": (lambda: in_full(make_model=Again), "..---.."),
-    "micro-batches": (lambda: in_full(micro_batches=2), "..---.."),
+    "micro-batches": (lambda: in_full(micro_batches=2), "......."),
     "phases": (lambda: two_phases(steps=4), "." * 8),
     "small buckets": (lambda: in_full(make_model=equal_layers, loss_fn=F.mse_loss, data=NUMBERS), "..+++++"),
 }

@@ -189,7 +189,6 @@ class Worker:
         self._framework.following = functools.partial(self._following, t + 1) if self._counters.kind == STEPS else None
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
-        self._link.overlaps = self._definition.phases is None and t not in self._twice.due
         self._link.begin(t, shares)
         if t in self._twice.due:
             proposal = self._twice.propose(self._link, t, shares)
@@ -245,6 +244,8 @@ class Worker:
         self._step = step
         self._shard.frozen.enter(step)
         self._barrier.enter(step)
+        once = self._definition.phases is None and self._definition.micro_batches == 1
+        self._link.overlaps = once and step not in self._twice.due
 
     def _describe(self, save: bool, change: tuple[Any, int] | None = None) -> dict[str, Any]:
         if change is not None:
