@@ -8,8 +8,10 @@ import functools
 import os
 import signal
 import time
+import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.frameworks.torch import accelerators
 from phalanx.frameworks.torch.adapter import Torch
 from phalanx.plan.lifecycle import Phase
+from phalanx.shared.layout import Spec
 from tests.by_hand import answer
 from tests.devices.planting import Planted
 from tests.engines.deaths import PLACES, Trapped, hunted, once, sprung, strike
@@ -797,6 +800,81 @@ def test_faults_of_sending_early_are_seen(tmp_path, fault):
     recipe = EARLY[EARLY_FAULTS[fault]][0]()
     planted = dataclasses.replace(recipe, make_model=Planted(recipe.make_model, Sending(tmp_path / "sent", fault)))
     assert trained(planted, 3) != trained(recipe, 1)
+
+
+class Unsteady(nn.Linear):
+    """Computes something else each time, on purpose."""
+
+    calls = 0
+
+    def forward(self, x):
+        Unsteady.calls += 1
+        return super().forward(x) * (1 + Unsteady.calls / 1000)
+
+
+class Deciding:
+    """Notes for each worker and step whether it sends early."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __call__(self, patch):
+        foresee = RankLink._foresee
+
+        def noted(link):
+            foresee(link)
+            with open(f"{self.folder}/{link._worker}", "a") as file:
+                file.write("." if link._early is None else "+")
+
+        patch.setattr(RankLink, "_foresee", noted)
+
+
+@pytest.mark.filterwarnings("ignore:replica 0 of step")
+def test_workers_decide_alike_where_replicas_may_differ(tmp_path):
+    """The worker that warns of another outcome still knows in which steps the others compute a replica twice."""
+    recipe = MLP.recipe(4, make_model=Planted(functools.partial(Unsteady, 5, 3), Deciding(tmp_path)), steps=13)
+    recipe.train(**devices(2), nondeterministic="allow")
+    first, second = ((tmp_path / name).read_text() for name in "01")
+    assert first == second
+    assert "+" in first
+
+
+def test_flags_of_a_worker_that_is_gone():
+    """A replica without samples sends no buffers, though a dead worker said of the step before that they changed."""
+    spread = ranks.Spread([Spec((2,), (1,), "float32", 4)], [range(2)], 0, "cpu")
+    nobody = types.SimpleNamespace(all_gather=lambda whole, mine: whole.copy_(mine), wait=lambda work: None)
+    rows = spread.total(nobody, np.array([[True], [True]]), {0: [torch.tensor([1.0, 2.0])]})
+    assert rows[0][0].tolist() == [1, 2]
+
+
+class BrokenOff:
+    """In the fourth step the last worker's memory is short once, when half of the exchange is done."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __call__(self, patch):
+        added = ranks.Exchange.added
+
+        def failing(own, number, bucket, rows):
+            if own._rank == 2 and number == 1 and phalanx.current_step() == 3 and once(self.folder, "short"):
+                raise MemoryError("planted")
+            return added(own, number, bucket, rows)
+
+        small_buckets(patch)
+        patch.setattr(ranks.Exchange, "added", failing)
+
+
+def test_an_exchange_that_was_broken_off(tmp_path):
+    """All connect anew after an error of one worker in the middle of it; the step is done again."""
+    recipe = in_full()
+    faulty = dataclasses.replace(recipe, make_model=Planted(recipe.make_model, BrokenOff(tmp_path)))
+    with faulty.start(**devices(3)) as run:
+        with pytest.raises(MemoryError, match="planted"):
+            run.finish()
+        assert run.steps == 3
+        run.finish()
+        assert run.result().digest == trained(recipe, 1)[0]
 
 
 @pytest.mark.long

@@ -46,8 +46,8 @@ class EMA:
         """The average by names of parameters; None before the first step."""
         return self._averaged if self._kept is None else self._kept()
 
-    def given(self, averaged: Callable[[], Any]) -> None:
-        """The run's workers keep the average; ``averaged()`` returns it."""
+    def given(self, averaged: Callable[[], Any] | None) -> None:
+        """The run's workers keep the average, which ``averaged()`` returns; None: they do not."""
         self._kept = averaged
 
     def begin(self, run: Any) -> None:
@@ -79,6 +79,7 @@ class EMA:
         """Take the average from the workers, who end, unless they have lost it."""
         kept, self._kept = self._kept, None
         if kept is not None:
+            self._averaged = None
             with contextlib.suppress(RunError):
                 self._averaged = kept()
 

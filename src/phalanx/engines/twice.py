@@ -154,7 +154,8 @@ class Twice:
         """Yield all replicas; those that are computed once more are computed before."""
         audited, events = self._audited, defaultdict[str, list[Any]](list)
         before: Facts | None = None
-        if todo and (self._alone or (self._update in self._checked and not (self._allow and todo[0].replica))):
+        checked = self._allow is not None and self._update in self._checked
+        if todo and (self._alone or (checked and not (self._allow and todo[0].replica))):
             watch = Watch(lambda kind, name, value: events[kind].append((name, value)), parameters=True)
             first = self._computed(todo[:1], watch)
             if events["early"] or (events["written"] and self._definition.replicas > 1):
@@ -249,8 +250,7 @@ class Twice:
         if not self._allow:
             raise StateError(message, step=CURRENT.step, replica=one.replica, samples=one.share.samples)
         checks.warn(message)
-        self._allow = None
-        self._checked.clear()
+        self._allow = None  # which updates are due stays the same in all workers
 
     def _corruption(self, one: Todo, what: str, sums: tuple[int, int], workers: tuple[int, int]) -> CorruptionError:
         return CorruptionError(

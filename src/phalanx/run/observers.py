@@ -150,8 +150,8 @@ class Called(Observer):
         if self._name and hasattr(self._callback, "state"):
             others = state.states
             state.states = lambda: {**others(), self._name: self._callback.state()}
-        if state.averaged is not None and hasattr(self._callback, "given"):
-            self._idle = True
+        if hasattr(self._callback, "given"):
+            self._idle = state.averaged is not None
             self._callback.given(state.averaged)
         self._call("begin", run)
 

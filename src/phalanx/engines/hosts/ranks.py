@@ -280,7 +280,10 @@ class Exchange:
         """Send every worker its slice of this worker's sums; returns what to wait for, and the rows that come."""
         workers, own, width = len(self._counts), self._counts[self._rank], bucket.width
         packed = self._packed(number, bucket)
-        sent = packed if own == 1 else packed.view(own, workers, width).transpose(0, 1).contiguous()
+        sent = packed
+        if own > 1:  # memory that nobody else gets while it is under way
+            sent = self._room(("sent", number), packed.numel(), bucket.dtype).view(workers, own, width)
+            sent.copy_(packed.view(own, workers, width).transpose(0, 1))
         received = self._room(("received", number), sum(self._counts) * width, bucket.dtype)
         comes, goes = [count * width for count in self._counts], [own * width] * workers
         work = transport.all_to_all(received, sent.view(-1), comes, goes)
@@ -375,7 +378,7 @@ class Spread:
             (home, mine[replica][number])
             for replica, homes in zip(self._blocks[self._rank], into, strict=False)
             for number, home in enumerate(homes)
-            if home is not None and changed[replica, number]
+            if home is not None and changed[replica, number] and replica in mine  # else it has no samples
         ]
         copy_all(pairs)
         if packed.numel():
@@ -423,18 +426,20 @@ def description(device: torch.device) -> str:
 
 
 def connected(
-    fd: int, rank: int, size: int, device: str, seconds: float, meeting: str, check: Callable[[], None]
+    fd: int, rank: int, size: int, device: str, seconds: float, generation: int, check: Callable[[], None]
 ) -> Transport:
-    """Meet the other workers of this host, in memory that they share; each ``meeting`` has another name."""
-    store = PrefixStore(meeting, FILE(f"/proc/self/fd/{fd}", size))
+    """Meet the other workers of this host, for the ``generation``-th time, in memory that they share."""
+    store = PrefixStore(str(generation), FILE(f"/proc/self/fd/{fd}", size))
     return Transport(store, rank, size, torch.device(device), seconds, LOOPBACK, check)
 
 
-def reached(rendezvous: Rendezvous, device: str, seconds: float, meeting: str, check: Callable[[], None]) -> Transport:
+def reached(
+    rendezvous: Rendezvous, device: str, seconds: float, generation: int, check: Callable[[], None]
+) -> Transport:
     """Meet the workers of the other processes, through the store of their world."""
     limit = datetime.timedelta(seconds=seconds)
     store = TCP(*rendezvous.address, is_master=False, timeout=limit)
-    own = PrefixStore(f"phalanx/{rendezvous.run}/devices {meeting}", store)
+    own = PrefixStore(f"phalanx/{rendezvous.run}/devices {generation}", store)
     size = len(rendezvous.blocks)
     return Transport(own, rendezvous.rank, size, torch.device(device), seconds, rendezvous.interface, check)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -19,34 +21,37 @@ from phalanx.engines.hosts.ranks import BUCKET, FILE, Transport
 from phalanx.frameworks.torch.accelerators import expect, prepare, registered
 
 ROUNDS, WARM_UP = 12, 4
+FOUND = "found.json"
 LIMIT_SECONDS, PAUSE_SECONDS = 120.0, 0.05
 
 
 def measured(names: Sequence[str]) -> dict[str, str]:
     """Rows of a table: milliseconds for a bucket, and that bytes arrive between all pairs, or what went wrong."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
-        command = [sys.executable, "-m", "phalanx.engines.hosts.timing", f"{folder}/meeting", json.dumps([*names])]
-        started = [
-            subprocess.Popen(
-                [*command, str(rank), *registered()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(len(names))
-        ]
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as name, contextlib.ExitStack() as closing:
+        folder = pathlib.Path(name)
+        command = [sys.executable, "-m", "phalanx.engines.hosts.timing", name, json.dumps([*names])]
+        started: list[subprocess.Popen[bytes]] = []
+        for rank in range(len(names)):
+            told = closing.enter_context((folder / f"{rank}").open("wb"))
+            started.append(subprocess.Popen([*command, str(rank), *registered()], stdout=told, stderr=told))
         end = time.monotonic() + LIMIT_SECONDS
         try:
             while any(each.poll() is None for each in started) and not any(each.poll() for each in started):
                 if time.monotonic() > end:
                     return {"exchange": f"it took more than {LIMIT_SECONDS:.0f} seconds"}
                 time.sleep(PAUSE_SECONDS)
+            codes = [each.poll() for each in started]
         finally:
             for each in started:
                 each.kill()  # others wait for one that failed
-            told = [each.communicate() for each in started]
-    failed = [
-        words.strip().splitlines()[-1] for each, (_, words) in zip(started, told, strict=True) if each.returncode > 0
-    ]
-    failed.sort(key=lambda words: "SeveredError" in words)  # those only lost the one that failed
-    return {"exchange": failed[0]} if failed else json.loads(told[0][0])
+                each.wait()
+        failed = [
+            (f"status {code}\n" + (folder / f"{rank}").read_text(errors="replace")).strip().splitlines()[-1]
+            for rank, code in enumerate(codes)
+            if code
+        ]
+        failed.sort(key=lambda words: "SeveredError" in words)  # those only lost the one that failed
+        return {"exchange": failed[0]} if failed else json.loads((folder / FOUND).read_text())
 
 
 def _measure(meeting: str, names: Sequence[str], rank: int) -> dict[str, str]:
@@ -80,12 +85,12 @@ def _measure(meeting: str, names: Sequence[str], rank: int) -> dict[str, str]:
     }
 
 
-def main(meeting: str, names: str, rank: str, *registered: Any) -> None:
-    """Measure, and print what the first process found."""
+def main(folder: str, names: str, rank: str, *registered: Any) -> None:
+    """Measure, and write what the first process found."""
     expect(list(registered))
-    found = _measure(meeting, json.loads(names), int(rank))
+    found = _measure(f"{folder}/meeting", json.loads(names), int(rank))
     if rank == "0":
-        sys.stdout.write(json.dumps(found))
+        pathlib.Path(folder, FOUND).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -291,20 +291,23 @@ class Processes:
         except Exception as error:
             if change is not None or not self._copies:
                 raise
-            states, save = [self._of_a_survivor()], False
+            states, save = [self._of_a_survivor(error)], False
             self.ended = self.ended or str(error)
         if save:
             self.supervisor.keep(states[0]["options"])
         self._mirror.get(states, saved=save)
         self._fetched = self._steps
 
-    def _of_a_survivor(self) -> dict[str, Any]:
-        """Have a worker whose device still answers write the whole state to the arena; returns what describes it."""
+    def _of_a_survivor(self, error: Exception) -> dict[str, Any]:
+        """Have a worker whose device still answers write the whole state to the arena; returns what describes it.
+
+        Without any, ``error`` is raised.
+        """
         for worker in range(self.workers):
             for message in self._task(TASK, {"task": "hand_over", "source": worker}):
                 if message.kind == "result" and message.content is not None:
                     return message.content
-        raise LostError("no worker has a device that answers")
+        raise error
 
     def _absorb(self) -> StepReport:
         """Count the next report, and return it."""
@@ -331,6 +334,7 @@ class Processes:
         """The error to raise for step ``t``, from the workers' messages."""
         with self._watching():
             self.supervisor.wait(self.counters.all_idle, LONG)  # some may not have stopped yet
+        self.counters.generation += self.counters.trouble  # an exchange may have been broken off
         self.counters.trouble = 0
         return reason(self._settle(), self.ended, t)
 

@@ -68,7 +68,7 @@ class RankLink(ArenaLink):
         self._spread = Spread(contents.buffers, blocks, rank, device)
         self._connect = connect
         self._transport: Transport | None = None
-        self._meeting: tuple[int, int] = (-1, 0)
+        self._generation = -1
         self.average: Callable[[int], None] | None = None  # called with the number of each update that was done
         self._early: Early | None = None
         self._pending: list[tuple[int, Vector | None]] = []  # from the last replica on, if gradients are sent early
@@ -76,7 +76,6 @@ class RankLink(ArenaLink):
         # replica had.
         self._seen: dict[tuple[int, ...], list[tuple[list[bytes], set[int]]]] = {}
         self._mistaken = 0  # steps in which others came than were foreseen
-        self._left = 0  # steps that were left while gradients were under way, since workers connected
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         self._due = step % CHECK_STEPS == 0
@@ -106,6 +105,8 @@ class RankLink(ArenaLink):
             self._has = {index for index, entry in enumerate(gradient or ()) if entry is not None}
         if samples:
             self._shard.leave(replica, buffers)
+        else:
+            self._copies.mine.pop(replica, None)
         self._count(self._done + 1)
         self._check(LEAVE)
 
@@ -167,12 +168,11 @@ class RankLink(ArenaLink):
 
     def _foresee(self) -> None:
         """Prepare to send gradients early, if the last two such steps had the same ones; all workers decide alike."""
-        early, self._early, self._pending, self._has = self._early, None, [], set()
-        if early is not None:  # what was sent for a step that was left may be under way
+        if self._early is not None:
             self._framework.sharing.listen(None)
-            self._left += 1
-        if self._counters.generation != self._meeting[0]:  # a new worker knows nothing of the steps before
-            self._seen, self._mistaken, self._left = {}, 0, 0
+        self._early, self._pending, self._has = None, [], set()
+        if self._counters.generation != self._generation:  # a new worker knows nothing of the steps before
+            self._seen, self._mistaken = {}, 0
         seen = self._seen.get(self._sizes, [])
         if self.overlaps and len(seen) == 2 and seen[0][0] == seen[1][0] and self._mistaken < MISTAKES:
             self._early = Early(self._exchange, self._joined(), *seen[-1], self._weight)
@@ -225,11 +225,11 @@ class RankLink(ArenaLink):
 
     def _joined(self) -> Transport:
         """The connection to the other workers; made anew after any of them failed."""
-        meeting = self._counters.generation, self._left
-        if self._transport is None or meeting != self._meeting:
+        generation = self._counters.generation
+        if self._transport is None or generation != self._generation:
             if self._transport is not None:
                 self._transport.close()
-            self._transport, self._meeting = self._connect("{}.{}".format(*meeting), self._check), meeting
+            self._transport, self._generation = self._connect(generation, self._check), generation
         return self._transport
 
     def _check(self, pause: int = -1) -> None:
