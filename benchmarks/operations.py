@@ -4,7 +4,8 @@
 
 Counts say nothing of time. They are those of one step of the first worker, from its beginning to that of the next. An
 operation over a list of tensors counts once for each tensor, where a GPU needs a few kernels for all. Waits and copies
-include those of the fake collectives, which go through host memory.
+include those of the fake collectives, which go through host memory. A step in which a snapshot happens to be taken
+has more of both: then run it again.
 """
 
 import argparse
