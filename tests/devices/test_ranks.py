@@ -455,6 +455,27 @@ def test_averages_are_kept_by_workers(name):
     assert averaged(AVERAGED[name](), 2) == averaged(AVERAGED[name](), 3) == wanted
 
 
+class Late(phalanx.callbacks.EMA):
+    """Averages from the third step on; other callbacks may have attributes of any name."""
+
+    given = "something of its own"
+
+    def step(self, report):
+        if report.step >= 2:
+            super().step(report)
+
+
+def test_an_average_of_a_class_of_its_own():
+    """What a subclass does in ``step`` is done on any number of devices."""
+
+    def look(count):
+        averaged = NORM.recipe(4, steps=5).train(**devices(count), callbacks=[Late(0.5)]).averaged
+        return {name: value.tolist() for name, value in averaged.items()}
+
+    plain = NORM.recipe(4, steps=5).train(**devices(1), callbacks=[phalanx.callbacks.EMA(0.5)]).averaged
+    assert look(2) == look(1) != {name: value.tolist() for name, value in plain.items()}
+
+
 @pytest.mark.parametrize(("first", "then"), cover("averages", [1, 2], [1, 2, 3]))
 def test_averages_go_on(tmp_path, first, then):
     """A resumed run goes on with the average, on any number of devices; evaluations in between use it."""

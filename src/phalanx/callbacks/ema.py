@@ -35,7 +35,9 @@ class EMA:
     def __init__(self, decay: float = 0.999) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise UsageError(f"decay is {checks.shown(decay)}; it must be a number from 0 to below 1, as in EMA(0.999)")
-        self.decay = decay
+        self._decay = decay
+        # What a subclass does in ``step`` is done in the caller's process.
+        self.decay_of_workers = decay if type(self) is EMA else None
         self._averaged: dict[str, torch.Tensor] | None = None
         self._kept: Callable[[], Any] | None = None
         self._run: Any = None
@@ -46,7 +48,7 @@ class EMA:
         """The average by names of parameters; None before the first step."""
         return self._averaged if self._kept is None else self._kept()
 
-    def given(self, averaged: Callable[[], Any] | None) -> None:
+    def averaged_by(self, averaged: Callable[[], Any] | None) -> None:
         """The run's workers keep the average, which ``averaged()`` returns; None: they do not."""
         self._kept = averaged
 
@@ -73,7 +75,7 @@ class EMA:
         averages = [self._averaged[name] for name, value in params.items() if value.is_floating_point()]
         weights = [value for value in params.values() if value.is_floating_point()]
         with torch.no_grad():
-            FOREACH._foreach_lerp_(averages, weights, 1 - self.decay)
+            FOREACH._foreach_lerp_(averages, weights, 1 - self._decay)
 
     def end(self, result: Any) -> None:
         """Take the average from the workers, who end, unless they have lost it."""

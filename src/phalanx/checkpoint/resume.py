@@ -64,7 +64,8 @@ class ResumeState:
         self._definition = definition
         self._recipe = described(definition) if run_dir is not None else {}
         self._recipe["beside"] = _spelled(beside)
-        averaging = [(each.decay, type(each).__name__) for each in beside if hasattr(each, "given")]
+        decays = [(getattr(each, "decay_of_workers", None), type(each).__name__) for each in beside]
+        averaging = [(decay, name) for decay, name in decays if decay is not None]
         self._averaging = averaging[0] if len(averaging) == 1 else None
         self._gradients = tuple(name for each in beside for name in getattr(each, "gradients", ()))
         self._differs: list[str] = []

@@ -150,9 +150,9 @@ class Called(Observer):
         if self._name and hasattr(self._callback, "state"):
             others = state.states
             state.states = lambda: {**others(), self._name: self._callback.state()}
-        if hasattr(self._callback, "given"):
+        if getattr(self._callback, "decay_of_workers", None) is not None:
             self._idle = state.averaged is not None
-            self._callback.given(state.averaged)
+            self._callback.averaged_by(state.averaged)
         self._call("begin", run)
 
     def horizon(self, steps: int) -> int:

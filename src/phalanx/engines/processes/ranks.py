@@ -7,7 +7,6 @@ from device to device, and every worker updates everything.
 from __future__ import annotations
 
 import functools
-import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,7 +85,6 @@ class RankLink(ArenaLink):
         self._last = ran[-1] if ran else -1
         self._sizes = tuple([len(share.samples) for share in shares])
         self._weight = share_weights(self._sizes)[self._last]  # unless the loss returns one
-        self._before = {later: earlier for earlier, later in itertools.pairwise([self.hosted[0] - 1, *self.hosted])}
         self._foresee()
         super().begin(step, shares)
         self._pushed(self.hosted[0] - 1)
@@ -179,7 +177,7 @@ class RankLink(ArenaLink):
 
     def _pushed(self, replica: int) -> None:
         """Listen to the gradients of the next replica if it is the last."""
-        if self._early is not None and self._before.get(self._last) == replica:
+        if self._early is not None and 0 <= self._last == replica + 1:
             after = [later for later in self.hosted if later > self._last]
             self._early.expect(sums_with(self._replicas, self._sums.partials(), self._last, after))
             self._framework.sharing.listen(self._early.arrived)
