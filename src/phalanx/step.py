@@ -94,9 +94,8 @@ def propose(
         check_consistent(parts)
         weight = _weight(moment, parts)
         gradient = link.mean(weight)
-        norm = link.norm(gradient)  # waits for all devices, so that losses can be read
-        losses = framework.arithmetic.read([part.loss for part in parts])
-        loss = mean_loss(losses, parts, weight)
+        norm, parts = link.norm(gradient, parts)
+        loss = mean_loss(parts, weight)
         accepted = definition.on_nonfinite == "ignore" or _finite(framework.arithmetic, link, loss, norm, gradient)
         if not accepted and definition.on_nonfinite == "stop":
             raise blame(framework, definition, t, shares, link.hosted)
@@ -105,7 +104,7 @@ def propose(
         raise
     finally:
         CURRENT.step = None
-    flat_parts = [value for loss_of, part in zip(losses, parts, strict=True) for value in (loss_of, part.weight)]
+    flat_parts = [value for part in parts for value in (part.loss, part.weight)]
     return Proposal(loss, norm, gradient, accepted, flat_parts, named_means(parts) if parts[0].named else {})
 
 
@@ -174,12 +173,9 @@ def total_weight(parts: Sequence[Part]) -> float | None:
     return fold_values([part.weight or None for part in parts], operator.add)
 
 
-def mean_loss(losses: Sequence[float], parts: Sequence[Part], weight: float) -> float:
-    """The mean of the replicas' ``losses``, given the sum of their weights."""
-    terms = [
-        (loss if part.weight == 1 else part.weight * loss) if part.weight else None
-        for loss, part in zip(losses, parts, strict=True)
-    ]
+def mean_loss(parts: Sequence[Part], weight: float) -> float:
+    """The mean of the replicas' losses, given the sum of their weights."""
+    terms = [(part.loss if part.weight == 1 else part.weight * part.loss) if part.weight else None for part in parts]
     total = fold_values(terms, operator.add)
     assert total is not None
     return total if weight == 1 else total / weight
@@ -195,7 +191,7 @@ def named_means(parts: Sequence[Part]) -> dict[str, float]:
             for part, (value, returned) in zip(parts, pairs, strict=True)
         ]
         weight = total_weight(rows)
-        means[name] = math.nan if weight is None else mean_loss([row.loss for row in rows], rows, weight)
+        means[name] = math.nan if weight is None else mean_loss(rows, weight)
     return means
 
 

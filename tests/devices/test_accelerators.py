@@ -316,7 +316,7 @@ def test_a_device_has_its_work_before_it_is_waited_for(fake):
         next(run)
         trace = fake.take_trace()
     work = [event for event in trace if event[0] != "host" and event[2] == "aten::mm"]
-    first_wait = min(event[2] for event in trace if event[0] == "host")
+    (first_wait,) = [event[2] for event in trace if event[0] == "host"]
     assert work
     assert max(event[3] for event in work) < first_wait
 
@@ -350,6 +350,44 @@ class Traced:
             self.fault(patch)
 
 
+class Early(Traced):
+    """Notes how often the host waited between the first kernel of a step and its norm; collectives wait themselves."""
+
+    def told(self, trace):
+        from tests.accelerator import ccl
+
+        names = [event[2] if event[0] != "host" else "host" for event in trace]
+        norm = max(at for at, name in enumerate(names) if "norm" in str(name))
+        first = min(at for at, name in enumerate(names) if name == "aten::mm")
+        begun = ccl.COUNTS["all_to_all"] + ccl.COUNTS["all_gather"]
+        before, self.begun = getattr(self, "begun", begun), begun
+        return str(names[first:norm].count("host") - (begun - before))
+
+
+def losses_read(patch):
+    """Losses are read as soon as they are computed."""
+    from phalanx.engines.processes.ranks import RankLink
+
+    all_gather = RankLink.all_gather
+
+    def reading(link, parts):
+        parts = [part._replace(loss=float(part.loss)) for part in parts]  # planted
+        return all_gather(link, parts)
+
+    patch.setattr(RankLink, "all_gather", reading)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("fault", "waits"), [(None, 0), (losses_read, 2)], ids=["as it is", "losses read"])
+def test_a_step_waits_for_its_norm_alone(tmp_path, fake, fault, waits):
+    """Between a step's first kernel and its norm the host waits for nothing; losses come with the norm."""
+    recipe = deep_recipe(4, steps=9, loss_fn=with_names)
+    traced = dataclasses.replace(recipe, make_model=Planted(deep, Early(tmp_path / "waits", fault)))
+    assert trained(traced, 2) == trained(recipe, 1)
+    found = (tmp_path / "waits").read_text().split()[1:]  # the first line has the steps before
+    assert min(map(int, found)) == waits, found
+
+
 class Ordered(Traced):
     """Notes what the first worker enqueued in each step, in order, by name, with "wait" for waits of the host."""
 
@@ -367,6 +405,11 @@ def test_gradients_leave_during_the_backward_pass(tmp_path, fake):
     sent = [at for at, name in enumerate(order) if name == "copyfake:0>cpu"]
     last_product = max(at for at, name in enumerate(order) if name == "aten::mm")
     assert sum(at < last_product for at in sent) >= 4
+
+
+def with_names(output, target):
+    loss = F.cross_entropy(output, target)
+    return {"loss": loss, "twice": 2 * loss.detach()}
 
 
 def many_buckets(patch):

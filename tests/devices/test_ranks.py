@@ -864,8 +864,9 @@ def test_flags_of_a_worker_that_is_gone():
     """A replica without samples sends no buffers, though a dead worker said of the step before that they changed."""
     spread = ranks.Spread([Spec((2,), (1,), "float32", 4)], [range(2)], 0, "cpu")
     nobody = types.SimpleNamespace(all_gather=lambda whole, mine: whole.copy_(mine), wait=lambda work: None)
-    rows = spread.total(nobody, np.array([[True], [True]]), {0: [torch.tensor([1.0, 2.0])]})
+    rows, losses = spread.total(nobody, np.array([[True], [True]]), {0: [torch.tensor([1.0, 2.0])]}, [0.5, 0.0])
     assert rows[0][0].tolist() == [1, 2]
+    assert losses == [0.5, 0.0]
 
 
 class BrokenOff:

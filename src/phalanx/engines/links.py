@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.definition.data import Share
 from phalanx.plan.fold import Fold, added, remaining
 from phalanx.seams import Framework, Lanes
-from phalanx.seams.records import Part, Vector
+from phalanx.seams.records import Part, Vector, losses_of, with_losses
 from phalanx.surroundings import interrupts
 
 
@@ -50,8 +50,9 @@ class LocalLink:
     def _total(self) -> Vector | None:
         return self._fold.total()
 
-    def norm(self, gradient: Vector) -> float:
-        return self._framework.norm(gradient)
+    def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
+        norm, *losses = self._framework.norm(gradient, losses_of(parts))()
+        return norm, with_losses(parts, losses)
 
     def all_true(self, opinion: bool) -> bool:
         return opinion

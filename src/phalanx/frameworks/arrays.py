@@ -194,15 +194,16 @@ class ArrayFramework:
         with interrupts.held(), interrupts.user_code():
             return functools.partial(metrics.read, self.see(metrics, key, share, weights), len(share.samples))
 
-    def norm(self, gradient: Gradient) -> float:
-        """2-norm of ``gradient`` over all parameters."""
-        return self.arithmetic.norm(gradient)
+    def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
+        """2-norm of ``gradient`` over all parameters, and losses."""
+        return lambda: [self.arithmetic.norm(gradient), *self.arithmetic.read(list(losses))]
 
     def clipped(self, gradient: Gradient) -> Gradient:
         """``gradient`` with a norm of at most ``max_norm``, as torch does it."""
         if not math.isfinite(self.definition.max_norm):
             return gradient
-        return self.arithmetic.scale(gradient, min(1.0, self.definition.max_norm / (self.norm(gradient) + MARGIN)))
+        norm = self.arithmetic.norm(gradient)
+        return self.arithmetic.scale(gradient, min(1.0, self.definition.max_norm / (norm + MARGIN)))
 
     def schedule(self, value: float | Training, epoch: int | None = None) -> None:
         """Schedules are the optimizer's own, and so is what it freezes."""

@@ -32,7 +32,7 @@ from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.manual.replicas import ORDERED, average, check_trained, tensors_of
 from phalanx.plan import share_bounds, share_weights
-from phalanx.seams.records import Computed, Part, Todo
+from phalanx.seams.records import Computed, Part, Todo, losses_of, with_losses
 from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import alone
@@ -242,12 +242,13 @@ def _average(works: Sequence[Work], algorithm: str) -> float:
     parameters = [work.lane.parameters for work in works]
     average(parameters, gradients, [part.weight for part in parts], algorithm)
     whole = [parameter.grad for parameter in parameters[0] if parameter.grad is not None]
-    *losses, norm = DeviceArithmetic().read([*(part.loss for part in parts), torch.nn.utils.get_total_norm(whole)])
-    loss = mean_loss(losses, parts, weight)
+    norm, *losses = DeviceArithmetic().read([torch.nn.utils.get_total_norm(whole), *losses_of(parts)])
+    parts = with_losses(parts, losses)
+    loss = mean_loss(parts, weight)
     if not math.isfinite(loss) or not math.isfinite(norm):
-        for work, part, own in zip(works, parts, losses, strict=True):
+        for work, part in zip(works, parts, strict=True):
             if part.weight:
-                _check_finite(work, own)
+                _check_finite(work, part.loss)
     return loss
 
 

@@ -93,8 +93,11 @@ class Link(Protocol):
         """The folded gradient over the sum of weights; None also for what another worker owns."""
         ...
 
-    def norm(self, gradient: Vector) -> float:
-        """2-norm over everything that ``mean`` returned anywhere."""
+    def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
+        """2-norm over everything that ``mean`` returned anywhere, and the parts with numbers for losses.
+
+        Only here does a step wait for its devices.
+        """
         ...
 
     def all_true(self, opinion: bool) -> bool:
@@ -151,8 +154,11 @@ class Framework(Protocol):
         """
         ...
 
-    def norm(self, gradient: Vector) -> float:
-        """2-norm of ``gradient``, as the framework's own clipping computes it."""
+    def norm(self, gradient: Vector, losses: Sequence[Any]) -> Callable[[], list[float]]:
+        """Begin the 2-norm of ``gradient``, as the framework's own clipping computes it.
+
+        What it returns waits for the device, once, and gives the norm and then the ``losses`` as numbers.
+        """
         ...
 
     def update(self, step: int, gradient: Vector, buffers: Sequence[tuple[int, list[Any]]] | None) -> None:

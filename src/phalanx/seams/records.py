@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -102,6 +102,23 @@ class Part(NamedTuple):
     named: Any = 0.0
     options: float = 0.0
     lr: float = 0.0
+
+
+def losses_of(parts: Sequence[Part]) -> list[Any]:
+    """All losses of some replicas: each one's own, then its named ones in the order of their names."""
+    return [loss for part in parts for loss in (part.loss, *(part.named[name][0] for name in sorted(part.named or ())))]
+
+
+def with_losses(parts: Sequence[Part], losses: Iterable[Any]) -> list[Part]:
+    """The same parts with other losses, in the order of ``losses_of``."""
+    following = iter(losses)
+    return [
+        part._replace(
+            loss=next(following),
+            named=part.named and {name: (next(following), part.named[name][1]) for name in sorted(part.named)},
+        )
+        for part in parts
+    ]
 
 
 def packed(named: Named) -> bytes:

@@ -353,7 +353,7 @@ class Exchange:
 
 
 class Spread:
-    """What replicas left in buffers: every worker gets it of all replicas, in one all-gather.
+    """Losses, and what replicas left in buffers: every worker gets it of all replicas, in one all-gather.
 
     Parameters
     ----------
@@ -371,24 +371,32 @@ class Spread:
         self._specs, self._blocks, self._rank, self._device = specs, blocks, rank, device
         self._views = functools.lru_cache(PATTERNS)(self._laid_out)
 
-    def total(self, transport: Transport, changed: np.ndarray, mine: Mapping[int, Sequence[Any]]) -> Sequence[Any]:
-        """For each replica its buffers, where ``changed[replica, buffer]`` says that it wrote them; else anything."""
-        packed, whole, into, rows = self._views(changed.any(0).tobytes())
+    def total(
+        self, transport: Transport, changed: np.ndarray, mine: Mapping[int, Sequence[Any]], losses: Sequence[Any]
+    ) -> tuple[list[list[Any]], list[Any]]:
+        """For each replica its buffers, where ``changed[replica, buffer]`` says that it wrote them; and its losses.
+
+        ``losses`` are equally many of each of this worker's replicas, one after another. Those that come lie on the
+        device, as float64, one after another for all replicas. Nothing is waited for.
+        """
+        packed, whole, into, rows = self._views(changed.any(0).tobytes(), len(losses) // len(self._blocks[self._rank]))
+        for home, loss in zip((loss for *_, own in into for loss in own), losses, strict=True):
+            home.copy_(loss) if isinstance(loss, torch.Tensor) else home.fill_(loss)
         pairs = [
             (home, mine[replica][number])
-            for replica, homes in zip(self._blocks[self._rank], into, strict=False)
+            for replica, (*homes, _) in zip(self._blocks[self._rank], into, strict=True)
             for number, home in enumerate(homes)
             if home is not None and changed[replica, number] and replica in mine  # else it has no samples
         ]
         copy_all(pairs)
-        if packed.numel():
-            transport.wait(transport.all_gather(whole, packed))
-        return rows
+        transport.wait(transport.all_gather(whole, packed))
+        return [row[:-1] for row in rows], [loss for row in rows for loss in row[-1]]
 
-    def _laid_out(self, written: bytes) -> tuple[torch.Tensor, torch.Tensor, list[Any], list[Any]]:
-        """What this worker sends and what comes, as bytes; and the same as buffers, for each of the replicas."""
+    def _laid_out(self, written: bytes, losses: int) -> tuple[torch.Tensor, torch.Tensor, list[Any], list[Any]]:
+        """What this worker sends and what comes, as bytes; the same for each replica, as its buffers and its losses."""
+        specs = [*self._specs, Spec((losses,), (1,), "float64", 8)]
         places, width = list[int | None](), 0
-        for spec, sends in zip(self._specs, written, strict=True):
+        for spec, sends in zip(specs, [*written, True], strict=True):
             places.append(width if sends else None)
             width += -(-spec.nbytes // ALIGNED) * ALIGNED * sends
         most = max(map(len, self._blocks))
@@ -398,7 +406,7 @@ class Spread:
         def row(flat: torch.Tensor, number: int) -> list[torch.Tensor | None]:
             return [
                 None if place is None else _at(flat, number * width + place, spec)
-                for place, spec in zip(places, self._specs, strict=True)
+                for place, spec in zip(places, specs, strict=True)
             ]
 
         numbers = [rank * most + at for rank, block in enumerate(self._blocks) for at in range(len(block))]

@@ -220,8 +220,8 @@ class ArenaLink:
         vectors, self.there = self._gathered()
         return self.slots.fold(vectors, self._order, weight)
 
-    def norm(self, gradient: Vector) -> float:
-        return self.slots.state.norm(gradient, self._meet, self.there)
+    def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
+        return self.slots.state.norm(gradient, self._meet, self.there), parts
 
     def _meet(self) -> None:
         self._barrier.at(Phase.FOLDED)

@@ -7,6 +7,7 @@ from device to device, and every worker updates everything.
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from phalanx.plan import share_weights
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Phase
 from phalanx.seams import Framework
-from phalanx.seams.records import Part, Vector
+from phalanx.seams.records import Part, Vector, losses_of, with_losses
 from phalanx.shared.counters import LEAVE
 from phalanx.shared.memory import Memory
 from phalanx.shared.state import CopiedShard
@@ -109,7 +110,7 @@ class RankLink(ArenaLink):
         self._check(LEAVE)
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        """Waits for the device: the numbers of all replicas decide what is added up."""
+        """Weights decide what is added up. Losses stay on the device until the norm is there."""
         if self._early is not None:
             if self._last < 0:
                 sums = [partial.value for partial in self._sums.partials()]
@@ -117,7 +118,8 @@ class RankLink(ArenaLink):
             right = self._last < 0 or parts[self._last - self.hosted[0]].weight == self._weight
             with self._exchange.watched():
                 self._early.flush(right=right)
-        return super().all_gather(_read(self._framework, parts))
+        self._computed = parts
+        return super().all_gather(with_losses(parts, itertools.repeat(0.0)))
 
     def mean(self, weight: float) -> Vector:
         over = functools.partial(_divided, self._framework, weight)
@@ -127,13 +129,21 @@ class RankLink(ArenaLink):
             mean = self._sent_early(masks, over)
             if mean is None:
                 mean = self._exchange.total(transport, self._masks_of_step, self._mine, over)
-            self._copies.came = self._spread.total(transport, self._copies.changed(), self._copies.mine)
+            losses = losses_of(_named_alike(self._computed, self.parts[0]))
+            changed, mine = self._copies.changed(), self._copies.mine
+            self._copies.came, self._losses = self._spread.total(transport, changed, mine, losses)
         return mean
 
-    def norm(self, gradient: Vector) -> float:
+    def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
+        begun = self._framework.norm(gradient, self._losses)
         if self._transport is not None:
             self._transport.settle()
-        norm = self._framework.norm(gradient)
+        norm, *losses = begun()
+        self._compare(norm)
+        return norm, with_losses(_named_alike(parts, parts[0]), losses)
+
+    def _compare(self, norm: float) -> None:
+        """Meet the other workers, and see that all have the same gradient."""
         told = float(zlib.crc32(f"{norm} {self._weights}".encode())) if self._due else norm
         self._counters.sums[self._worker] = told
         self._meet()
@@ -145,7 +155,6 @@ class RankLink(ArenaLink):
                 "device computes or copies wrongly, or its memory changed; nothing was updated. Go on without that "
                 "device, from the newest snapshot up to which phalanx verify finds the same"
             )
-        return norm
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         # The first worker has written the step's report when it comes here. Survivors that have updated are not taken
@@ -263,16 +272,10 @@ def _there(vector: Vector | None) -> bytes | None:
     return None if vector is None else bytes(entry is not None for entry in vector)
 
 
-def _read(framework: Framework, parts: Sequence[Part]) -> list[Part]:
-    """The same parts with numbers for losses; one copy from the device."""
-    named = [part.named or {} for part in parts]
-    losses = [part.loss for part in parts] + [value for each in named for value, _ in each.values()]
-    numbers = iter(framework.arithmetic.read(losses))
-    parts = [part._replace(loss=next(numbers)) for part in parts]
-    return [
-        part._replace(named={name: (next(numbers), weight) for name, (_, weight) in each.items()}) if each else part
-        for part, each in zip(parts, named, strict=True)
-    ]
+def _named_alike(parts: Sequence[Part], first: Part) -> list[Part]:
+    """The same parts, with the names of the first replica's losses where a replica had no samples."""
+    absent = dict.fromkeys(first.named or (), (0.0, 0.0))
+    return [part if part.named else part._replace(named=absent) for part in parts]
 
 
 def _divided(framework: Framework, weight: float, mean: Any) -> Any:

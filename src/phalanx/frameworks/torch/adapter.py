@@ -99,8 +99,8 @@ class Torch:
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         return self._lane.gradients(todo, watch)
 
-    def norm(self, gradient: Gradient) -> float:
-        return self._updates.norm(gradient)
+    def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
+        return lambda: [self._updates.norm(gradient), *self.arithmetic.read(list(losses))]
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
         self._updates.apply(step, gradient)

@@ -204,15 +204,18 @@ class DeviceArithmetic:
         return zlib.crc32(repr([None if entry is None else next(sums) for entry in vector]).encode())
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
-        """One copy from each device."""
-        numbers = {at: scalar for at, scalar in enumerate(scalars) if not isinstance(scalar, torch.Tensor)}
-        unread = {at: scalar for at, scalar in enumerate(scalars) if at not in numbers}
-        groups = GROUPED([list(unread.values())], True) if unread else {}
-        for (home, _), ((group,), positions) in groups.items():
+        """One copy from each device; one more for whole numbers, which others would round."""
+        numbers = list(scalars)
+        groups: dict[Any, list[int]] = {}
+        for at, scalar in enumerate(scalars):
+            if isinstance(scalar, torch.Tensor):
+                groups.setdefault((scalar.device, scalar.is_floating_point()), []).append(at)
+        for (home, _), positions in groups.items():
             with watched([home]):
-                values = torch.stack(group).tolist()
-            numbers |= zip([list(unread)[position] for position in positions], values, strict=True)
-        return [numbers[at] for at in range(len(scalars))]
+                values = torch.stack([scalars[at] for at in positions]).tolist()  # of the widest dtype: nothing is lost
+            for at, value in zip(positions, values, strict=True):
+                numbers[at] = value
+        return numbers
 
 
 def _add(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -60,15 +61,14 @@ class TorchDevice(Torch):
         self._feed.begin(todo)
         return (_weighted(self._begun(item, watch)) for item in todo)
 
-    def norm(self, gradient: Gradient) -> float:
-        """Only here does a step wait for its device; meanwhile the next batches are read."""
+    def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
+        """Only what this returns waits for the device; before, the next batches are read."""
         with accelerators.watched([self._device]):
             whole = self._updates.enqueue_norm(gradient, self._device)
         following, self.following = self.following, None
         for todo in [] if following is None else following():
             self._feed.read_ahead(todo)
-        with accelerators.watched([self._device]):
-            return whole.item()
+        return lambda: self.arithmetic.read([whole, *losses])
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
         home = [(samples, [value.to(self._device) for value in values]) for samples, values in buffers or ()]
