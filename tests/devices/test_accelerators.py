@@ -8,8 +8,10 @@ import dataclasses
 import functools
 import os
 import pathlib
+import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,8 +19,9 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.definition import generators
+from phalanx.definition.data import open_data
 from phalanx.engines.hosts import ranks
-from phalanx.frameworks.torch import accelerators
+from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic
 from phalanx.frameworks.torch.replica import feed
 from phalanx.plan.fold import place, remaining
@@ -348,6 +351,45 @@ class Traced:
         patch.setattr(RankLink, "begin", begun)
         if self.fault is not None:
             self.fault(patch)
+
+
+def test_rows_are_gathered_in_pinned_memory(fake):
+    """The batch that a device copies from is the one that was gathered, and has the rows that indexing gives."""
+    column = torch.arange(24.0).reshape(6, 4)
+    source = feed.opened(open_data((column, torch.arange(6)), "data"), pins=True)
+    rows, labels = source.rows(source.arrays, np.array([4, 0, 4]))
+    assert torch.equal(rows, column[[4, 0, 4]])
+    assert rows.is_pinned()
+    assert labels.is_pinned()
+    assert rows.pin_memory().data_ptr() == rows.data_ptr()
+
+
+def emptied_at_once(patch):
+    """A pinned piece is emptied before what fills it has come."""
+    event = torch.Event
+    patch.setattr(torch, "Event", lambda device: types.SimpleNamespace(record=event(device).record, synchronize=bool))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels last"])
+@pytest.mark.parametrize("fault", [None, emptied_at_once], ids=["as it is", "emptied at once"])
+def test_large_tensors_come_home_in_pieces(fake, monkeypatch, layout, fault):
+    """They have the bytes of a plain copy, whatever the last piece's size; a piece that is used too soon is found."""
+    monkeypatch.setattr(arithmetic, "STAGED", 100)
+    there = torch.arange(5 * 3 * 4 * 2.0).reshape(5, 3, 4, 2).to("fake:0").mul(3).to(memory_format=layout)
+    if fault is None:
+        home = arithmetic.brought(there)
+        assert home.stride() == there.stride()
+        assert torch.equal(home, there.cpu())
+        return
+    with monkeypatch.context() as patch:
+        fault(patch)
+        try:
+            home = arithmetic.brought(there)
+            torch.fake.synchronize()
+        except RuntimeError as error:
+            assert "race" in str(error)  # noqa: PT017
+            return
+    assert not torch.equal(home, there.cpu())
 
 
 class Early(Traced):

@@ -252,6 +252,15 @@ def facts(names: Sequence[str]) -> dict[str, str]:
     return description
 
 
+def can_pin() -> bool:
+    """Whether torch has pinned memory here."""
+    try:
+        torch.empty(1, device="cpu").pin_memory()
+    except RuntimeError:
+        return False
+    return True
+
+
 def named_device(name: str) -> torch.device:
     """The named device, in use from here on (its random generators can be saved).
 

@@ -9,12 +9,13 @@ import functools
 import math
 import mmap
 import zlib
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from phalanx.frameworks.torch.accelerators import watched
+from phalanx.frameworks.torch.accelerators import can_pin, watched
 from phalanx.shared.layout import Spec, row_major
 
 Gradient = list[torch.Tensor | None]
@@ -25,6 +26,7 @@ WHOLE = {  # numbers of the same width, for which equal means the same bytes
     torch.int64: torch.int64,
 }  # fmt: skip
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, and without a pattern in its bits
+STAGED = 1 << 22  # bytes of a piece of what is copied to the host
 SLICE = 1 << 16  # elements: what is added stays in cache until it is divided
 
 
@@ -125,6 +127,44 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
         for group in by_dtype.values():
             FOREACH._foreach_copy_(*zip(*group, strict=True))
+
+
+def brought(tensor: torch.Tensor, home: torch.Tensor | None = None) -> torch.Tensor:
+    """What a device has, in new host memory (``home``); what is in host memory already as it is.
+
+    A copy to memory that is not pinned is several times slower. So large ones go through two pinned pieces, of which
+    one is filled while the other is emptied.
+    """
+    if tensor.device.type == "cpu" and home is None:
+        return tensor
+    if home is None:
+        home = torch.empty_like(tensor, device="cpu")
+    plain = is_dense(tensor) and tensor.stride() == home.stride() and not tensor.is_conj() and not tensor.is_neg()
+    if tensor.device.type == "cpu" or tensor.nbytes < STAGED or not plain or not can_pin():
+        return home.copy_(tensor)
+    pieces = [torch.empty(STAGED, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
+    flat = [each.as_strided((each.numel(),), (1,)).view(torch.uint8).split(STAGED) for each in (home, tensor)]
+    filled: deque[Callable[[], Any]] = deque()
+    for number, (target, source) in enumerate(zip(*flat, strict=True)):
+        if len(filled) == len(pieces):
+            filled.popleft()()
+        filled.append(_filling(pieces[number % len(pieces)][: len(source)], target, source))
+    for empty in filled:
+        empty()
+    return home
+
+
+def _filling(piece: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> Callable[[], Any]:
+    """Begin to fill a pinned piece; what is returned waits for it and empties it."""
+    piece.copy_(source, non_blocking=True)
+    arrived = torch.Event(source.device)
+    arrived.record(torch.accelerator.current_stream(source.device))
+
+    def empty() -> None:
+        arrived.synchronize()
+        target.copy_(piece)
+
+    return empty
 
 
 def word_sum(tensor: torch.Tensor) -> int:

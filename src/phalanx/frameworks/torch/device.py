@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient
 from phalanx.frameworks.torch.model import checked, put
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
-from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed
+from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.seams import Arithmetic
@@ -47,6 +48,7 @@ class TorchDevice(Torch):
         self._device, self._of_workers = device, ()
         kernels = accelerators.Deterministic(device, allow=allow)
         with self._surrounded(definition, kernels), accelerators.watched([device]):
+            self.opened = functools.partial(opened, pins=device.type != "cpu" and accelerators.can_pin())
             self._build(definition, checked(model), movable=False)
 
     def _lane_on(self, definition: Definition, model: torch.nn.Module) -> Lane:

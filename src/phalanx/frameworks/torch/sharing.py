@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import accelerators, arithmetic
-from phalanx.frameworks.torch.arithmetic import Gradient, blank, spec_of, view
+from phalanx.frameworks.torch.arithmetic import Gradient, blank, brought, spec_of, view
 from phalanx.frameworks.torch.optimizer import Updates, check_no_global_hooks
 from phalanx.frameworks.torch.optimizer_state import Averages, OptimizerState, find_pieces
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
@@ -189,7 +189,7 @@ class CopiedState(SharedState):
         """Copies in host memory."""
         chosen = range(len(self._specs)) if numbers is None else numbers
         with accelerators.watched([self._device]):
-            copies = [blank(self._specs[number]).copy_(self._parameters[number].detach()) for number in chosen]
+            copies = [brought(self._parameters[number].detach(), blank(self._specs[number])) for number in chosen]
         return [bytes_of(copy.untyped_storage()) for copy in copies]
 
     def take_arrays(self, weights: Sequence[np.ndarray | None], buffers: Sequence[torch.Tensor]) -> None:

@@ -13,9 +13,9 @@ from phalanx.definition import checks
 from phalanx.definition.digest import Entry, digest_of
 from phalanx.definition.plain import check_like, check_specs, decoded, encoded, taking_over
 from phalanx.errors import UsageError
+from phalanx.frameworks.torch.arithmetic import brought, bytes_of
 from phalanx.frameworks.torch.optimizer import Updates, fit_options
 from phalanx.frameworks.torch.optimizer_state import check_state, find_pieces, on_device
-from phalanx.frameworks.torch.replica.buffers import bytes_of
 from phalanx.frameworks.torch.schedules import Named
 from phalanx.seams.records import CODES, STATE_DICT, Captured, Tensor
 
@@ -104,7 +104,7 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _taken(tensor: torch.Tensor, *, copy: bool) -> Tensor:
     if _name(tensor.dtype) not in CODES:
         raise UsageError(f"a tensor of the model is {tensor.dtype}, which no snapshot can hold; train without run_dir")
-    content: Any = bytes_of(tensor.detach().cpu()).numpy()
+    content: Any = bytes_of(brought(tensor.detach())).numpy()
     own = tensor.device.type != "cpu"  # what came from a device is in memory of its own already
     return Tensor(_name(tensor.dtype), tuple(tensor.shape), content.copy() if copy and not own else content)
 
@@ -235,4 +235,4 @@ def _state_entries(name: str, value: Any) -> Iterator[Entry]:
 
 
 def _tensor_entry(kind: str, name: str, tensor: torch.Tensor) -> Entry:
-    return Entry(kind, name, _name(tensor.dtype), tuple(tensor.shape), bytes_of(tensor.cpu()).numpy())
+    return Entry(kind, name, _name(tensor.dtype), tuple(tensor.shape), bytes_of(brought(tensor.detach())).numpy())
