@@ -21,6 +21,7 @@ import phalanx
 from phalanx.definition import generators
 from phalanx.definition.data import open_data
 from phalanx.engines.hosts import ranks
+from phalanx.engines.hosts.transport import Transport
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic
 from phalanx.frameworks.torch.replica import feed
@@ -166,7 +167,7 @@ def in_order_of_arrival(patch):
 
 def not_waited_for(patch):
     """What has been sent is taken for what has come."""
-    patch.setattr(ranks.Transport, "wait", lambda *_: None)
+    patch.setattr(Transport, "wait", lambda *_: None)
 
 
 class Done:
@@ -178,13 +179,13 @@ class Done:
 
 def gathered_and_not_waited_for(patch):
     """The mean is used before it has come from all."""
-    gather = ranks.Transport.all_gather
+    gather = Transport.all_gather
 
     def begun(*facts):
         gather(*facts)
         return Done(), None, None
 
-    patch.setattr(ranks.Transport, "all_gather", begun)
+    patch.setattr(Transport, "all_gather", begun)
 
 
 def a_room_used_too_early(patch):
@@ -461,16 +462,13 @@ def many_buckets(patch):
 
 def folded_beside(patch):
     """What came is added up without waiting for it."""
-    from phalanx.engines.hosts.early import Early
+    sent = Transport.all_to_all
 
-    fold = Early._fold
+    def begun(*facts):
+        sent(*facts)
+        return Done(), None, None
 
-    def hasty(own, number):
-        _, rows = own._begun[number]
-        own._exchange.added(number, own._buckets[number], rows)  # planted
-        fold(own, number)
-
-    patch.setattr(Early, "_fold", hasty)
+    patch.setattr(Transport, "all_to_all", begun)
 
 
 def gathered_unseen(patch):

@@ -58,6 +58,29 @@ for name, replicas in {cases}:
 
 @pytest.mark.longest
 @pytest.mark.accelerator
+def test_devices_of_two_hosts(fake):
+    """Four processes on two hosts add up within each first, also what is sent early: the digest of one device."""
+    found = world(
+        FAKE
+        + """
+from phalanx.engines.hosts import world
+world._host = lambda: f"host {rank // 2}"
+rendezvous = world.World.rendezvous
+world.World.rendezvous = lambda own, blocks: told.append(rendezvous(own, blocks).hosts) or rendezvous(own, blocks)
+for name, replicas in [("mlp", 4), ("conv_norm", 7)]:
+    result = FAMILIES[name].recipe(replicas, batch_size=13, steps=8).train(devices=device, deadline_seconds=30)
+    told.append([result.digest, result.loss_history])
+""",
+        4,
+    )
+    given = {"batch_size": 13, "steps": 8}
+    cases = [("mlp", 4), ("conv_norm", 7)]
+    alone = [FAMILIES[name].recipe(replicas, **given).train(devices="fake:0") for name, replicas in cases]
+    assert found == [[part for one in alone for part in (2, [one.digest, one.loss_history])]] * 4
+
+
+@pytest.mark.longest
+@pytest.mark.accelerator
 def test_between_steps_on_devices(fake):
     """Evaluations, brought batches, weights between steps and averages are those of one process, in all of them."""
     program = """

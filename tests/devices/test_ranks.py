@@ -608,7 +608,12 @@ def buffers_of_the_first(patch):
 def buffers_of_one_for_all(patch):
     """Every replica's buffers are taken from the first place in what came."""
     total = ranks.Spread.total
-    patch.setattr(ranks.Spread, "total", lambda *facts: (rows := total(*facts))[:1] * len(rows))
+
+    def first(*facts):
+        rows, losses = total(*facts)
+        return rows[:1] * len(rows), losses
+
+    patch.setattr(ranks.Spread, "total", first)
 
 
 def without_seeding(patch):
@@ -876,15 +881,17 @@ class BrokenOff:
         self.folder = str(folder)
 
     def __call__(self, patch):
-        added = ranks.Exchange.added
+        travel = ranks.Exchange.travel
 
-        def failing(own, number, bucket, rows):
-            if own._rank == 2 and number == 1 and phalanx.current_step() == 3 and once(self.folder, "short"):
-                raise MemoryError("planted")
-            return added(own, number, bucket, rows)
+        def failing(own, transport, number, *facts):
+            last = own._among[0].position == 2
+            for at, whole in enumerate(travel(own, transport, number, *facts)):
+                if last and number == at == 1 and phalanx.current_step() == 3 and once(self.folder, "short"):
+                    raise MemoryError("planted")
+                yield whole
 
         small_buckets(patch)
-        patch.setattr(ranks.Exchange, "added", failing)
+        patch.setattr(ranks.Exchange, "travel", failing)
 
 
 def test_an_exchange_that_was_broken_off(tmp_path):
@@ -930,7 +937,7 @@ def other_bits_on_one(patch):
 
     def flipped(own, *facts):
         mean = total(own, *facts)
-        if own._rank == 2:  # planted
+        if own._among[0].position == 2:  # planted
             flip(mean[0])
         return mean
 

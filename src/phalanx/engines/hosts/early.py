@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from phalanx.engines.hosts.exchange import Mask
-from phalanx.engines.hosts.ranks import Exchange, Gathered, Transport
+from phalanx.engines.hosts.ranks import Exchange, Journey
+from phalanx.engines.hosts.transport import Transport
 from phalanx.plan.fold import Fold, Partial
 from phalanx.seams.records import Vector
 
@@ -56,8 +57,8 @@ class Early:
         self._buckets = exchange.layout(masks)
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.places}
         self._missing = [len(set(bucket.places) & set(awaited)) for bucket in self._buckets]
-        self._begun: list[tuple[Any, list[torch.Tensor]]] = []
-        self._gathered: list[Gathered] = []
+        self._journeys: list[Journey] = []
+        self._wholes: list[torch.Tensor] = []
         self._sums: Sums = []
         self._error: Exception | None = None
 
@@ -74,7 +75,7 @@ class Early:
         try:
             self._put(index, gradient if self._weight == 1 else gradient * self._weight)
             self._missing[self._bucket_of[index]] -= 1
-            while len(self._begun) < len(self._buckets) and not self._missing[len(self._begun)]:
+            while len(self._journeys) < len(self._buckets) and not self._missing[len(self._journeys)]:
                 self._send()
         except Exception as error:
             self.right, self._error = False, self._error or error
@@ -84,22 +85,19 @@ class Early:
         self.right = self.right and right and len(self.came) == len(self._awaited)
         if self._error is not None:
             raise self._error
-        while len(self._begun) < len(self._buckets):
+        while len(self._journeys) < len(self._buckets):
             self._send()
 
     def finish(self) -> None:
         """Wait for everything."""
-        if self._transport.beside is None:
-            for number in range(len(self._buckets)):
-                self._fold(number)
-        for work, _ in self._gathered:
-            self._transport.wait(work)
+        for _ in range(self._exchange.steps - 1 if self._transport.beside is None else 0):
+            for journey in self._journeys:
+                next(journey)
+        self._wholes = list(map(next, self._journeys))
 
     def total(self, over: Callable[[Any], Any]) -> Vector:
         """The mean gradient, after ``finish``. It is divided here: only now is the sum of weights known."""
-        for _, whole in self._gathered:
-            over(whole)
-        return self._exchange.unpacked(self._buckets, self._gathered)
+        return self._exchange.unpacked(self._buckets, map(over, self._wholes))
 
     @property
     def there(self) -> list[bytes | None]:
@@ -113,22 +111,17 @@ class Early:
         ]
 
     def _send(self) -> None:
-        number = len(self._begun)
+        number = len(self._journeys)
         for index in self._buckets[number].places:
             if index not in self.came:
                 self._put(index, None)
-        self._begun.append(self._exchange.deal(self._transport, number, self._buckets[number]))
+        journey = self._exchange.travel(self._transport, number, self._buckets[number], _whole)
+        self._journeys.append(journey)
+        next(journey)
         if self._transport.beside is not None:
             with self._transport.beside:
-                self._fold(number)
-
-    def _fold(self, number: int) -> None:
-        """Add up what has come of a bucket, and give it to all."""
-        work, rows = self._begun[number]
-        self._transport.wait(work)
-        bucket = self._buckets[number]
-        mine = self._exchange.added(number, bucket, rows)
-        self._gathered.append(self._exchange.gather(self._transport, number, bucket, mine))
+                for _ in range(self._exchange.steps - 1):
+                    next(journey)
 
     def _put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Write this worker's sums of a parameter into its bucket."""
@@ -144,6 +137,10 @@ class Early:
                 torch.add(left, right, out=home)
                 for term in reversed(others):
                     torch.add(term, home, out=home)
+
+
+def _whole(total: torch.Tensor) -> torch.Tensor:
+    return total
 
 
 def sums_with(replicas: int, partials: Sequence[Partial[Vector]], last: int, after: Sequence[int]) -> Sums:

@@ -55,6 +55,8 @@ class Rendezvous:
         How long to wait for another process.
     interface : str
         The network interface to use; "" leaves the choice to torch.
+    hosts : int
+        On how many the processes are, where each has equally many, one after another; else 1.
     """
 
     address: tuple[str, int]
@@ -63,6 +65,7 @@ class Rendezvous:
     blocks: tuple[range, ...]
     seconds: float
     interface: str
+    hosts: int = 1
 
 
 class Layout(NamedTuple):

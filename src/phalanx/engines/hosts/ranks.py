@@ -3,42 +3,54 @@
 Gradients travel in buckets. Each worker gets its slice of every partial sum (all-to-all), adds these up in the fold's
 order, divides, and gives the result to all (all-gather). That is the traffic of a ring all-reduce, 2 N (P - 1) / P
 elements, where each worker has one partial sum. A library that only moves bytes cannot change a bit.
+
+Where workers are on several hosts, those of a host do the first half among them. Then workers of equal position do it
+with their slices, over the network: 2 N (H - 1) / H elements for a host, where its replicas leave one sum.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import distributed as dist
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.distributed_c10d import PrefixStore
 
-from phalanx.engines.hosts.exchange import PATTERNS, Mask, Rendezvous, Run, fold_runs, stretches
-from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo
-from phalanx.errors import RunError, SeveredError, UsageError
+from phalanx.engines.hosts.exchange import PATTERNS, Mask, Run, fold_runs, stretches
+from phalanx.engines.hosts.transport import Transport
 from phalanx.frameworks.torch.accelerators import watched
 from phalanx.frameworks.torch.arithmetic import copy_all
-from phalanx.plan.fold import Node, added, remaining
+from phalanx.plan.fold import Node, added, covers, remaining
 from phalanx.seams.records import Vector
 from phalanx.shared.layout import Spec
 
-BACKENDS: Any = dist.Backend
-FILE: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
 BUCKET = 25 << 20  # bytes
 ALIGNED = 512  # bytes: kernels may compute otherwise at addresses that a gradient of torch's own would not have
-TRIED = 1 << 17  # numbers of 8 bytes that are sent when workers meet
-NOTICED_SECONDS = 5.0  # until somebody has seen that a worker is gone
-NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
+
+Journey = Iterator[Any]  # of a bucket: something is under way after each step; the last one gives all slices
 
 
-Gathered = tuple[Any, torch.Tensor]  # what to wait for, and the slices of all workers
+class Level(NamedTuple):
+    """Workers among which sums are added up: those of a host, or those of equal position on all hosts.
+
+    Attributes
+    ----------
+    size, position : int
+        How many there are, and which this worker is.
+    counts : list of int
+        The sums that each of them has.
+    sums : list of (Node, list of int)
+        Each of their sums: its node of the fold's tree, and of which workers' sums, counted over all, it is made.
+    groups : list of list of int
+        Which of the sums are added up to each one that is left here.
+    """
+
+    size: int
+    position: int
+    counts: list[int]
+    sums: list[tuple[Node, list[int]]]
+    groups: list[list[int]]
 
 
 class Bucket(NamedTuple):
@@ -49,158 +61,38 @@ class Bucket(NamedTuple):
     dtype : torch.dtype
     places : dict
         The offset of each parameter, in elements.
-    runs : list of Run
-        Stretches of parameters that the same partial sums have.
+    runs : list of list of list of Run
+        For each level and group the stretches of parameters that the same sums have.
     width : int
         Elements of a slice; each worker adds up one.
     """
 
     dtype: torch.dtype
     places: dict[int, int]
-    runs: list[Run]
+    runs: list[list[list[Run]]]
     width: int
 
 
-class Transport:
-    """Moves memory between the devices of all workers, by what torch has for their kind, else through host memory.
-
-    Parameters
-    ----------
-    store : torch.distributed.Store
-        Where workers find each other.
-    rank, size : int
-    device : torch.device
-        This worker's.
-    seconds : float
-        How long to wait for another worker.
-    interface : str
-        The network interface for what goes through host memory.
-    check : callable
-        Raises if a worker is gone, so that nobody waits for it.
-
-    Attributes
-    ----------
-    beside : torch.Stream or None
-        For what is to be done beside the current stream; None: works are waited for on the host.
-    """
-
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        device: torch.device,
-        seconds: float,
-        interface: str,
-        check: Callable[[], None],
-    ) -> None:
-        self._check, self._device = check, device
-        name = BACKENDS.default_device_backend_map.get(device.type, "gloo")
-        self._on_host = name == "gloo"  # works are done when the host says so, not when a stream comes to them
-        self._staged = self._on_host and device.type != "cpu"
-        self.beside = None if self._on_host else torch.Stream(device)
-        self._group: Any = None
-        try:
-            if self._on_host:
-                self._group = Gloo(store, rank, size, seconds, interface).group
-            else:
-                self._group = _created(name, store, rank, size, seconds)
-            self._compare(store, rank, size)
-        except (SeveredError, RuntimeError) as error:
-            self._lost(error)
-        self._try_out(rank, size)
-
-    def _compare(self, store: Any, rank: int, size: int) -> None:
-        """Refuse devices of several models: they choose kernels, and how these divide their work, by themselves."""
-        store.set(f"kind {rank}", description(self._device))
-        kinds = [store.get(f"kind {other}").decode() for other in range(size)]
-        for other, kind in enumerate(kinds):
-            if kind != kinds[0]:
-                raise UsageError(
-                    f"worker {other} has another device than worker 0 ({kind}; {kinds[0]}), and kernels of different "
-                    "devices come to different bits; name devices of one model"
-                )
-
-    def _try_out(self, rank: int, size: int) -> None:
-        """See that bytes arrive: between devices whose direct access is broken, zeros come without an error."""
-        if self._on_host:
-            return
-        part = TRIED // size
-        mine = torch.arange(size * part, device=self._device).add_(rank * TRIED)
-        came = torch.empty_like(mine)
-        self.wait(self.all_to_all(came, mine, [part] * size, [part] * size))
-        wanted = torch.arange(part) + rank * part
-        wrong = [at for at, row in enumerate(came.view(size, part).cpu()) if not torch.equal(row, wanted + at * TRIED)]
-        if wrong:
-            raise RunError(
-                f"what worker {wrong[0]} sent to {self._device} arrived with other bytes; copies between these devices "
-                "are broken (often by an IOMMU or PCIe ACS: see NCCL's troubleshooting page); set NCCL_P2P_DISABLE=1"
-            )
-
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, comes: list[int], goes: list[int]) -> Any:
-        """Send ``goes[q]`` elements to each worker q, one after another; receive ``comes[q]`` from each."""
-        cuts = [[count * sent.itemsize for count in counts] for counts in (comes, goes)]
-        return self._begun(self._group.alltoall_base, received, sent, *cuts)
-
-    def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
-        """Fill ``whole`` with what all workers have, equally much of each."""
-        return self._begun(self._group._allgather_base, whole, mine)
-
-    def all_reduce(self, whole: torch.Tensor) -> None:
-        """What a run never does: let the library add. To compare times with."""
-        self.wait((self._group.allreduce([whole]), None, None))
-
-    def wait(self, work: Any) -> None:
-        """Wait for what was begun; on an accelerator its stream waits, and the host goes on."""
-        work, target, arrived = work
-        if self._on_host:
-            self._poll(work.is_completed)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._lost(error)
-        if target is not None:
-            target.copy_(arrived)
-
-    def settle(self) -> None:
-        """Wait until the device has done all that was begun."""
-        if not self._on_host:
-            reached = torch.Event(self._device)
-            reached.record()
-            self._poll(reached.query)
-
-    def close(self) -> None:
-        """Leave the others; what was begun is given up."""
-        group, self._group = self._group, None
-        if group is not None and hasattr(group, "abort"):
-            group.abort()
-
-    def _begun(self, operation: Callable[..., Any], target: torch.Tensor, source: torch.Tensor, *cuts: Any) -> Any:
-        """Begin to move bytes: no backend has to know a dtype, and none could add."""
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
-        try:
-            if not self._staged:
-                return operation(target, source, *cuts), None, None
-            arrived = torch.empty(target.shape, dtype=target.dtype)
-            return operation(arrived, source.cpu(), *cuts), target, arrived
-        except RuntimeError as error:
-            self._lost(error)
-
-    def _poll(self, done: Callable[[], bool]) -> None:
-        nap = NAP_SECONDS
-        while not done():
-            self._check()
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP_SECONDS)
-
-    def _lost(self, error: Exception) -> None:
-        """Most likely a worker is gone: give whoever watches it the time to say so."""
-        self.close()
-        end = time.monotonic() + NOTICED_SECONDS
-        while time.monotonic() < end:
-            self._check()
-            time.sleep(LONGEST_NAP_SECONDS)
-        raise SeveredError(f"gradients could not be exchanged: {error}; start again") from error
+def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1) -> list[Level]:
+    """Among whom a worker exchanges sums, in order. Each host has equally many workers, one after another."""
+    nodes = [remaining(replicas, block) for block in blocks]
+    starts = [sum(map(len, nodes[:worker])) for worker in range(len(nodes))]
+    every = [node for own in nodes for node in own]
+    if hosts == 1:
+        sums = [(node, [number]) for number, node in enumerate(every)]
+        return [Level(len(blocks), rank, list(map(len, nodes)), sums, [list(range(len(sums)))])]
+    each = len(blocks) // hosts
+    host, position = divmod(rank, each)
+    cuts = [range(first, first + each) for first in range(0, len(blocks), each)]
+    own = cuts[host]
+    within = [(node, [starts[worker] + at]) for worker in own for at, node in enumerate(nodes[worker])]
+    tops = [remaining(replicas, range(blocks[cut[0]].start, blocks[cut[-1]].stop)) for cut in cuts]
+    groups = [[at for at, (node, _) in enumerate(within) if covers(top, node)] for top in tops[host]]
+    whole = [(top, [number for number, node in enumerate(every) if covers(top, node)]) for of in tops for top in of]
+    return [
+        Level(each, position, [len(nodes[worker]) for worker in own], within, groups),
+        Level(hosts, host, list(map(len, tops)), whole, [list(range(len(whole)))]),
+    ]
 
 
 class Exchange:
@@ -212,10 +104,8 @@ class Exchange:
         What each parameter's gradient looks like.
     replicas : int
         R.
-    blocks : sequence of range
-        The replicas of each worker, in order.
-    rank : int
-        This worker's position there.
+    among : sequence of Level
+        Among whom this worker exchanges sums.
     device : str
         Where gradients are.
 
@@ -223,19 +113,22 @@ class Exchange:
     ----------
     watched : callable
         A context in which a failure of the device is told as such.
+    steps : int
+        Of a bucket's journey, before the last.
     """
 
-    def __init__(self, specs: Sequence[Spec], replicas: int, blocks: Sequence[range], rank: int, device: str) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, specs: Sequence[Spec], replicas: int, among: Sequence[Level], device: str) -> None:
+        self._device, self._replicas, self._among = device, replicas, among
         self.watched = functools.partial(watched, [torch.device(device)])
+        self.steps = 2 * len(among)
         self._like = [
             torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device="meta")
             for spec in specs
         ]
-        nodes = [remaining(replicas, block) for block in blocks]
-        self._counts = [len(own) for own in nodes]
-        every = [node for own in nodes for node in own]
-        self._laid_out = functools.lru_cache(PATTERNS)(functools.partial(self._lay_out, replicas, every))
+        self._own, self._workers = among[0].counts[among[0].position], 1
+        for level in among:
+            self._workers *= level.size
+        self._laid_out = functools.lru_cache(PATTERNS)(self._lay_out)
         self._rooms: dict[Any, torch.Tensor] = {}
 
     def total(
@@ -254,17 +147,13 @@ class Exchange:
             Divides a tensor by the sum of weights, in place.
         """
         buckets = self.layout(masks)
-        begun = []
         for number, bucket in enumerate(buckets):
             self._pack(number, bucket, mine)
-            begun.append(self.deal(transport, number, bucket))
-        gathered: list[Gathered] = []
-        for number, (bucket, (work, rows)) in enumerate(zip(buckets, begun, strict=True)):
-            transport.wait(work)
-            gathered.append(self.gather(transport, number, bucket, over(self.added(number, bucket, rows))))
-        for work, _ in gathered:
-            transport.wait(work)
-        return self.unpacked(buckets, gathered)
+        journeys = [self.travel(transport, number, bucket, over) for number, bucket in enumerate(buckets)]
+        for _ in range(self.steps):
+            for journey in journeys:
+                next(journey)
+        return self.unpacked(buckets, map(next, journeys))
 
     def layout(self, masks: Sequence[Mask]) -> list[Bucket]:
         """The buckets of a step in which each node of all workers has these gradients."""
@@ -276,42 +165,49 @@ class Exchange:
         rows = self._packed(number, bucket)
         return [row.as_strided(like.shape, like.stride(), row.storage_offset() + offset) for row in rows]
 
-    def deal(self, transport: Transport, number: int, bucket: Bucket) -> tuple[Any, list[torch.Tensor]]:
-        """Send every worker its slice of this worker's sums; returns what to wait for, and the rows that come."""
-        workers, own, width = len(self._counts), self._counts[self._rank], bucket.width
-        packed = self._packed(number, bucket)
-        sent = packed
-        if own > 1:  # memory that nobody else gets while it is under way
-            sent = self._room(("sent", number), packed.numel(), bucket.dtype).view(workers, own, width)
-            sent.copy_(packed.view(own, workers, width).transpose(0, 1))
-        received = self._room(("received", number), sum(self._counts) * width, bucket.dtype)
-        comes, goes = [count * width for count in self._counts], [own * width] * workers
-        work = transport.all_to_all(received, sent.view(-1), comes, goes)
-        return work, list(received.view(-1, width))
+    def travel(self, transport: Transport, number: int, bucket: Bucket, over: Callable[[Any], Any]) -> Journey:
+        """Take this worker's sums of a bucket to all, and all means back; waits for what it began a step before."""
+        rows, first, length = self._packed(number, bucket), 0, self._workers * bucket.width
 
-    def added(self, number: int, bucket: Bucket, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add up this worker's slice of all sums, which have come."""
-        total = self._room(("mean", number), bucket.width, bucket.dtype)
-        fold_runs(total, rows, bucket.runs, self._rank * bucket.width, spare=True)
-        return total
+        def room(name: str, depth: int, size: int) -> torch.Tensor:
+            return self._room((name, number, depth), size, bucket.dtype)
 
-    def gather(self, transport: Transport, number: int, bucket: Bucket, mine: torch.Tensor) -> Gathered:
-        """Give a slice to all; returns what to wait for, and where the slices of all come."""
-        whole = self._room(("whole", number), len(self._counts) * bucket.width, bucket.dtype)
-        return transport.all_gather(whole, mine), whole
+        for depth, (level, link) in enumerate(zip(self._among, transport.levels, strict=True)):
+            own, length = len(rows), length // level.size
+            sent = rows
+            if own > 1:  # memory that nobody else gets while it is under way
+                sent = room("sent", depth, rows.numel()).view(level.size, own, length)
+                sent.copy_(rows.view(own, level.size, length).transpose(0, 1))
+            received = room("received", depth, sum(level.counts) * length)
+            comes, goes = [count * length for count in level.counts], [own * length] * level.size
+            work = link.all_to_all(received, sent.view(-1), comes, goes)
+            yield
+            link.wait(work)
+            first += level.position * length
+            rows = room("sum", depth, len(level.groups) * length).view(-1, length)
+            for total, runs in zip(rows, bucket.runs[depth], strict=True):
+                fold_runs(total, list(received.view(-1, length)), runs, first, spare=True)
+        mean = over(rows[0])
+        for depth, (level, link) in reversed(list(enumerate(zip(self._among, transport.levels, strict=True)))):
+            whole = room("whole", depth, level.size * len(mean))
+            work = link.all_gather(whole, mean)
+            yield
+            link.wait(work)
+            mean = whole
+        yield mean
 
-    def unpacked(self, buckets: Sequence[Bucket], gathered: Sequence[Gathered]) -> Vector:
+    def unpacked(self, buckets: Sequence[Bucket], wholes: Iterator[torch.Tensor]) -> Vector:
         """The gradients of all parameters, where they came."""
         total: Vector = [None] * len(self._like)
-        for bucket, (_, whole) in zip(buckets, gathered, strict=True):
+        for bucket, whole in zip(buckets, wholes, strict=True):
             for index, offset in bucket.places.items():
                 like = self._like[index]
                 total[index] = whole.as_strided(like.shape, like.stride(), offset)
         return total
 
     def _packed(self, number: int, bucket: Bucket) -> torch.Tensor:
-        own, whole = self._counts[self._rank], len(self._counts) * bucket.width
-        return self._room(("packed", number), own * whole, bucket.dtype).view(own, whole)
+        whole = self._workers * bucket.width
+        return self._room(("packed", number), self._own * whole, bucket.dtype).view(self._own, whole)
 
     def _pack(self, number: int, bucket: Bucket, mine: Sequence[Vector | None]) -> None:
         """Put this worker's sums into a bucket."""
@@ -323,7 +219,7 @@ class Exchange:
             homes = [row.as_strided(each.shape, each.stride(), at) for each, at in zip(likes, places, strict=True)]
             copy_all(zip(homes, [entry for _, entry in pairs], strict=True))
 
-    def _lay_out(self, replicas: int, nodes: Sequence[Node], masks: tuple[Mask, ...]) -> list[Bucket]:
+    def _lay_out(self, masks: tuple[Mask, ...]) -> list[Bucket]:
         """Buckets in the order in which a backward pass comes to the parameters: the last first."""
         there = [index for index in reversed(range(len(self._like))) if any(mask[index] for mask in masks)]
         buckets: list[Bucket] = []
@@ -335,14 +231,24 @@ class Exchange:
                 places[index] = size
                 size += -(-self._like[index].numel() // step) * step
                 if at + 1 == len(pending) or (size + self._like[pending[at + 1]].numel()) * dtype.itemsize > BUCKET:
-                    width = -(-size // (len(self._counts) * step)) * step
-                    runs = [
-                        Run(begin, end, present, added(replicas, nodes, present))
-                        for present, begin, end in stretches(masks, places, self._like)
-                    ]
+                    width = -(-size // (self._workers * step)) * step
+                    find = functools.partial(self._runs, masks, places)
+                    runs = [[find(level, group) for group in level.groups] for level in self._among]
                     buckets.append(Bucket(dtype, places, runs, width))
                     places, size = {}, 0
         return buckets
+
+    def _runs(self, masks: Sequence[Mask], places: dict[int, int], level: Level, group: list[int]) -> list[Run]:
+        """How sums of a level are added up, by stretches of parameters that the same ones have."""
+        nodes = [level.sums[number][0] for number in group]
+        made_of = [level.sums[number][1] for number in group]
+        have = [bytes(map(max, *(masks[number] for number in of), masks[of[0]])) for of in made_of]
+        runs: list[Run] = []
+        for there, begin, end in stretches(have, places, self._like):
+            order = [(group[into], group[source]) for into, source in added(self._replicas, nodes, there)]
+            if there:
+                runs.append(Run(begin, end, tuple(group[at] for at in there), order))
+        return runs
 
     def _room(self, name: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements, with any content, in memory that is used again in every step."""
@@ -419,48 +325,3 @@ def _at(flat: torch.Tensor, offset: int, spec: Spec) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
     home = torch.empty(0, dtype=dtype, device=flat.device)
     return home.set_(flat.untyped_storage(), offset // dtype.itemsize, spec.shape, spec.strides)
-
-
-def description(device: torch.device) -> str:
-    """What decides which kernels a device runs."""
-    if device.type == "cpu":
-        return "cpu"
-    module = torch.get_device_module(device)
-    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
-    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
-    units = getattr(properties, "multi_processor_count", "")
-    facts = name, units, torch.version.cuda or torch.version.hip, torch.backends.cudnn.version()
-    return " ".join(str(fact) for fact in facts if fact)
-
-
-def connected(
-    fd: int, rank: int, size: int, device: str, seconds: float, generation: int, check: Callable[[], None]
-) -> Transport:
-    """Meet the other workers of this host, for the ``generation``-th time, in memory that they share."""
-    store = PrefixStore(str(generation), FILE(f"/proc/self/fd/{fd}", size))
-    return Transport(store, rank, size, torch.device(device), seconds, LOOPBACK, check)
-
-
-def reached(
-    rendezvous: Rendezvous, device: str, seconds: float, generation: int, check: Callable[[], None]
-) -> Transport:
-    """Meet the workers of the other processes, through the store of their world."""
-    limit = datetime.timedelta(seconds=seconds)
-    store = TCP(*rendezvous.address, is_master=False, timeout=limit)
-    own = PrefixStore(f"phalanx/{rendezvous.run}/devices {generation}", store)
-    size = len(rendezvous.blocks)
-    return Transport(own, rendezvous.rank, size, torch.device(device), seconds, rendezvous.interface, check)
-
-
-def _created(name: str, store: Any, rank: int, size: int, seconds: float) -> Any:
-    """A group of the backend that torch registered under this name."""
-    limit = datetime.timedelta(seconds=seconds)
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a worker decides itself what a lost peer means
-    plugin = BACKENDS._plugins.get(name.upper())
-    if plugin is None:
-        return getattr(dist, f"ProcessGroup{name.upper()}")(store, rank, size, limit)
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, limit)
-    options: Any = c10d._DistributedBackendOptions()  # pyright: ignore[reportPrivateImportUsage]
-    options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, limit
-    return plugin.creator_fn(options, None)

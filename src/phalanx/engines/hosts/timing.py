@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from phalanx.engines.hosts.gloo import LOOPBACK
-from phalanx.engines.hosts.ranks import BUCKET, FILE, Transport
+from phalanx.engines.hosts.ranks import BUCKET
+from phalanx.engines.hosts.transport import FILE, Transport
 from phalanx.frameworks.torch.accelerators import expect, prepare, registered
 
 ROUNDS, WARM_UP = 12, 4

@@ -94,7 +94,8 @@ class World:
                         f"{name} is {value} in {here}, and {theirs['doubts'][name]} in {there}; if it decides the "
                         "answer, that depends on who computes what"
                     )
-        together = len({item["host"] for item in everybody}) == 1
+        self._hosts = [item["host"] for item in everybody]
+        together = len(set(self._hosts)) == 1
         self._interface = LOOPBACK if together else towards(self._tcp[0])
         store = c10d.PrefixStore("callers", self._store)
         self._gloo = Gloo(store, self.rank, self.size, self.seconds, self._interface)
@@ -102,7 +103,8 @@ class World:
 
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
         """Where this process's workers find those of others."""
-        return Rendezvous(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface)
+        facts = self.run, self.rank, tuple(blocks), self.seconds, self._interface, in_rows(self._hosts)
+        return Rendezvous(self._tcp, *facts)
 
     def broadcast(self, content: bytes) -> bytes:
         """Rank 0's bytes, in every process."""
@@ -199,6 +201,14 @@ class World:
 
     def _named(self, rank: int) -> str:
         return f"process {rank} on {self._names[rank]}" if self._names[rank] else f"process {rank}"
+
+
+def in_rows(hosts: Sequence[str]) -> int:
+    """How many hosts there are, if each has equally many processes, at least two, one after another; else 1."""
+    count = len(set(hosts))
+    rows = [hosts[first : first + len(hosts) // count] for first in range(0, len(hosts), len(hosts) // count)]
+    regular = len(rows) == count and all(len(set(row)) == 1 for row in rows)
+    return count if regular and len(hosts) > count else 1
 
 
 def _within(seconds: float, ask: Any, *arguments: Any) -> None:

@@ -16,7 +16,8 @@ from phalanx.definition.data import Share
 from phalanx.engines.hosts.early import Early, sums_with
 from phalanx.engines.hosts.exchange import CHECK_STEPS, Rendezvous
 from phalanx.engines.hosts.link import HostLink
-from phalanx.engines.hosts.ranks import Exchange, Spread, Transport, connected, reached
+from phalanx.engines.hosts.ranks import Exchange, Spread, levels
+from phalanx.engines.hosts.transport import Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
 from phalanx.errors import RunError, Trouble
 from phalanx.plan import share_weights
@@ -60,11 +61,12 @@ class RankLink(ArenaLink):
         self._exchange_among(self.blocks, self._worker, device, connect)
 
     def _exchange_among(
-        self, blocks: Sequence[range], rank: int, device: str, connect: Callable[..., Transport]
+        self, blocks: Sequence[range], rank: int, device: str, connect: Callable[..., Transport], hosts: int = 1
     ) -> None:
         assert isinstance(self._shard, CopiedShard), "its worker has the whole state"
         self._copies, contents = self._shard, self.slots.contents
-        self._exchange = Exchange(contents.gradients, self._replicas, blocks, rank, device)
+        among = levels(self._replicas, blocks, rank, hosts)
+        self._exchange = Exchange(contents.gradients, self._replicas, among, device)
         self._spread = Spread(contents.buffers, blocks, rank, device)
         self._connect = connect
         self._transport: Transport | None = None
@@ -261,7 +263,7 @@ class HostRankLink(RankLink, HostLink):
     def __init__(self, rendezvous: Rendezvous, device: str, *facts: Any) -> None:
         HostLink.__init__(self, rendezvous, *facts)
         connect = functools.partial(reached, rendezvous, device, rendezvous.seconds)
-        self._exchange_among(rendezvous.blocks, rendezvous.rank, device, connect)
+        self._exchange_among(rendezvous.blocks, rendezvous.rank, device, connect, rendezvous.hosts)
 
     def _present(self) -> list[bytes]:
         return self._masks

@@ -1,0 +1,228 @@
+"""Moves bytes between the devices of all workers, by what torch.distributed has for their kind. It never adds."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore
+
+from phalanx.engines.hosts.exchange import Rendezvous
+from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo
+from phalanx.errors import RunError, SeveredError, UsageError
+
+BACKENDS: Any = dist.Backend
+FILE: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
+TRIED = 1 << 17  # numbers of 8 bytes that are sent when workers meet
+NOTICED_SECONDS = 5.0  # until somebody has seen that a worker is gone
+NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
+
+
+class Transport:
+    """Moves memory between the devices of all workers, by what torch has for their kind, else through host memory.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store
+        Where workers find each other.
+    rank, size : int
+    device : torch.device
+        This worker's.
+    seconds : float
+        How long to wait for another worker.
+    interface : str
+        The network interface for what goes through host memory.
+    check : callable
+        Raises if a worker is gone, so that nobody waits for it.
+    hosts : int
+        On how many the workers are; equally many on each, one after another.
+
+    Attributes
+    ----------
+    beside : torch.Stream or None
+        For what is to be done beside the current stream; None: works are waited for on the host.
+    levels : list of Transport
+        Where there are several hosts, this host's workers, and those of equal position; else all.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        seconds: float,
+        interface: str,
+        check: Callable[[], None],
+        hosts: int = 1,
+    ) -> None:
+        self._check, self._device = check, device
+        name = BACKENDS.default_device_backend_map.get(device.type, "gloo")
+        self._on_host = name == "gloo"  # works are done when the host says so, not when a stream comes to them
+        self._staged = self._on_host and device.type != "cpu"
+        self.beside = None if self._on_host else torch.Stream(device)
+        self._group: Any = None
+        self.levels: list[Transport] = []
+        try:
+            if self._on_host:
+                self._group = Gloo(store, rank, size, seconds, interface).group
+            else:
+                self._group = _created(name, store, rank, size, seconds)
+            self._compare(store, rank, size)
+        except (SeveredError, RuntimeError) as error:
+            self._lost(error)
+        self._try_out(rank, size)
+        self.levels = [self] if hosts == 1 else self._cut(store, rank, size // hosts, hosts, seconds, interface)
+
+    def _cut(self, store: Any, rank: int, each: int, hosts: int, seconds: float, interface: str) -> list[Transport]:
+        host, position = divmod(rank, each)
+        facts = self._device, seconds, interface, self._check
+        within = Transport(PrefixStore(f"host {host}", store), position, each, *facts)
+        return [within, Transport(PrefixStore(f"position {position}", store), host, hosts, *facts)]
+
+    def _compare(self, store: Any, rank: int, size: int) -> None:
+        """Refuse devices of several models: they choose kernels, and how these divide their work, by themselves."""
+        store.set(f"kind {rank}", description(self._device))
+        kinds = [store.get(f"kind {other}").decode() for other in range(size)]
+        for other, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise UsageError(
+                    f"worker {other} has another device than worker 0 ({kind}; {kinds[0]}), and kernels of different "
+                    "devices come to different bits; name devices of one model"
+                )
+
+    def _try_out(self, rank: int, size: int) -> None:
+        """See that bytes arrive: between devices whose direct access is broken, zeros come without an error."""
+        if self._on_host:
+            return
+        part = TRIED // size
+        mine = torch.arange(size * part, device=self._device).add_(rank * TRIED)
+        came = torch.empty_like(mine)
+        self.wait(self.all_to_all(came, mine, [part] * size, [part] * size))
+        wanted = torch.arange(part) + rank * part
+        wrong = [at for at, row in enumerate(came.view(size, part).cpu()) if not torch.equal(row, wanted + at * TRIED)]
+        if wrong:
+            raise RunError(
+                f"what worker {wrong[0]} sent to {self._device} arrived with other bytes; copies between these devices "
+                "are broken (often by an IOMMU or PCIe ACS: see NCCL's troubleshooting page); set NCCL_P2P_DISABLE=1"
+            )
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, comes: list[int], goes: list[int]) -> Any:
+        """Send ``goes[q]`` elements to each worker q, one after another; receive ``comes[q]`` from each."""
+        cuts = [[count * sent.itemsize for count in counts] for counts in (comes, goes)]
+        return self._begun(self._group.alltoall_base, received, sent, *cuts)
+
+    def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
+        """Fill ``whole`` with what all workers have, equally much of each."""
+        return self._begun(self._group._allgather_base, whole, mine)
+
+    def all_reduce(self, whole: torch.Tensor) -> None:
+        """What a run never does: let the library add. To compare times with."""
+        self.wait((self._group.allreduce([whole]), None, None))
+
+    def wait(self, work: Any) -> None:
+        """Wait for what was begun; on an accelerator its stream waits, and the host goes on."""
+        work, target, arrived = work
+        if self._on_host:
+            self._poll(work.is_completed)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._lost(error)
+        if target is not None:
+            target.copy_(arrived)
+
+    def settle(self) -> None:
+        """Wait until the device has done all that was begun."""
+        if not self._on_host:
+            reached = torch.Event(self._device)
+            reached.record()
+            self._poll(reached.query)
+
+    def close(self) -> None:
+        """Leave the others; what was begun is given up."""
+        for level in self.levels:
+            if level is not self:
+                level.close()
+        group, self._group = self._group, None
+        if group is not None and hasattr(group, "abort"):
+            group.abort()
+
+    def _begun(self, operation: Callable[..., Any], target: torch.Tensor, source: torch.Tensor, *cuts: Any) -> Any:
+        """Begin to move bytes: no backend has to know a dtype, and none could add."""
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+        try:
+            if not self._staged:
+                return operation(target, source, *cuts), None, None
+            arrived = torch.empty(target.shape, dtype=target.dtype)
+            return operation(arrived, source.cpu(), *cuts), target, arrived
+        except RuntimeError as error:
+            self._lost(error)
+
+    def _poll(self, done: Callable[[], bool]) -> None:
+        nap = NAP_SECONDS
+        while not done():
+            self._check()
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP_SECONDS)
+
+    def _lost(self, error: Exception) -> None:
+        """Most likely a worker is gone: give whoever watches it the time to say so."""
+        self.close()
+        end = time.monotonic() + NOTICED_SECONDS
+        while time.monotonic() < end:
+            self._check()
+            time.sleep(LONGEST_NAP_SECONDS)
+        raise SeveredError(f"gradients could not be exchanged: {error}; start again") from error
+
+
+def description(device: torch.device) -> str:
+    """What decides which kernels a device runs."""
+    if device.type == "cpu":
+        return "cpu"
+    module = torch.get_device_module(device)
+    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    units = getattr(properties, "multi_processor_count", "")
+    facts = name, units, torch.version.cuda or torch.version.hip, torch.backends.cudnn.version()
+    return " ".join(str(fact) for fact in facts if fact)
+
+
+def connected(
+    fd: int, rank: int, size: int, device: str, seconds: float, generation: int, check: Callable[[], None]
+) -> Transport:
+    """Meet the other workers of this host, for the ``generation``-th time, in memory that they share."""
+    store = PrefixStore(str(generation), FILE(f"/proc/self/fd/{fd}", size))
+    return Transport(store, rank, size, torch.device(device), seconds, LOOPBACK, check)
+
+
+def reached(
+    rendezvous: Rendezvous, device: str, seconds: float, generation: int, check: Callable[[], None]
+) -> Transport:
+    """Meet the workers of the other processes, through the store of their world."""
+    limit = datetime.timedelta(seconds=seconds)
+    store = TCP(*rendezvous.address, is_master=False, timeout=limit)
+    own = PrefixStore(f"phalanx/{rendezvous.run}/devices {generation}", store)
+    size = len(rendezvous.blocks)
+    facts = torch.device(device), seconds, rendezvous.interface, check, rendezvous.hosts
+    return Transport(own, rendezvous.rank, size, *facts)
+
+
+def _created(name: str, store: Any, rank: int, size: int, seconds: float) -> Any:
+    """A group of the backend that torch registered under this name."""
+    limit = datetime.timedelta(seconds=seconds)
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a worker decides itself what a lost peer means
+    plugin = BACKENDS._plugins.get(name.upper())
+    if plugin is None:
+        return getattr(dist, f"ProcessGroup{name.upper()}")(store, rank, size, limit)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, limit)
+    options: Any = c10d._DistributedBackendOptions()  # pyright: ignore[reportPrivateImportUsage]
+    options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, limit
+    return plugin.creator_fn(options, None)
