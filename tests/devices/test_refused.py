@@ -79,9 +79,8 @@ def sampled(image, grid):
     for j, i in [(x.floor() + right, y.floor() + below) for right in (0, 1) for below in (0, 1)]:
         inside = (i >= 0) & (i < height) & (j >= 0) & (j < width)
         weight = (1 - (y - i).abs()) * (1 - (x - j).abs()) * inside
-        total = (
-            total + weight[..., None] * image[sample, :, i.clamp(0, height - 1).long(), j.clamp(0, width - 1).long()]
-        )
+        at = sample, slice(None), i.clamp(0, height - 1).long(), j.clamp(0, width - 1).long()
+        total = total + weight[..., None] * image[at]
     return total.movedim(-1, 1)
 
 
