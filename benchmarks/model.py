@@ -1,13 +1,15 @@
-"""A model of step time over hosts, beside ring and tree all-reduce, drawn to 1,000 hosts.
+"""A model of step time over hosts, beside ring and tree all-reduce, drawn to 1,000 hosts; and one for accelerators.
 
-    python benchmarks/model.py            # writes benchmarks/results/model.png and prints the table of docs/scaling.md
+    python benchmarks/model.py            # writes benchmarks/results/model.png and prints the tables of docs/scaling.md
 
-seconds = alone + traffic / bandwidth + rounds x latency, with ``alone`` the step of one host that exchanges nothing.
+Hosts: seconds = alone + traffic / bandwidth + rounds x latency, with ``alone`` the step of one host that exchanges
+nothing. Accelerators: buckets leave while the backward pass goes on; see ``Step``. Nothing here was measured by us.
 """
 
 import argparse
 import math
 import pathlib
+from typing import NamedTuple
 
 BYTES = 4
 LATENCY = 50e-6  # seconds from host to host in one data centre, through TCP
@@ -75,10 +77,152 @@ def draw(target: pathlib.Path) -> None:
     figure.savefig(target)
 
 
+# One H100 SXM in a machine of eight. The reasons are in docs/scaling.md.
+MEMORY = 0.8 * 3.35e12  # bytes a second: four fifths of the data sheet's
+NVLINK = 360e9  # bytes a second and direction, what NCCL reaches of 450e9: NVIDIA/nccl-tests #326, #212
+NETWORK = 48e9  # bytes a second for each GPU's adapter of 400 Gbit/s: NVIDIA/nccl-tests #267
+WITHIN, ACROSS = 25e-6, 50e-6  # seconds of a collective without content; half an all-reduce of 4 MiB, and a guess
+LAUNCH = 10e-6  # seconds of the host for an operation of torch with its gradient's bookkeeping; a guess
+WAIT = 0.5e-3  # seconds that a device idles while the host reads the norm and launches the update; a guess
+BUCKET = 25 << 20  # bytes
+FOLD_LAUNCHES = 12  # operations of a bucket
+
+
+class Network(NamedTuple):
+    """What the model of accelerators knows of a network.
+
+    Attributes
+    ----------
+    parts : list of (parameters, tensors, share)
+        In the order in which the backward pass comes to them. Their gradients are there when that share of its work
+        was done, in addition to those before.
+    seconds : float
+        Forward and backward pass of a GPU's batch.
+    operations : int
+        That torch launches for these.
+    passes : int
+        How often the update reads or writes memory of the size of the weights.
+    """
+
+    parts: list[tuple[int, int, float]]
+    seconds: float
+    operations: int
+    passes: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all gradients."""
+        return BYTES * sum(parameters for parameters, _, _ in self.parts)
+
+
+RESNET = [  # shares are those of the multiplications: 4.09e9 for an image
+    (2_049_000, 2, 0.001),
+    (14_964_736, 10, 0.198),
+    (7_098_368, 19, 0.358),
+    (1_219_584, 13, 0.251),
+    (215_808, 10, 0.163),
+    (9_536, 3, 0.029),
+]
+BLOCK = [(768 * 3072, 1, 0.019), (768 * 3072, 1, 0.019), (768 * 768, 1, 0.005), (768 * 2304 + 9984, 1, 0.0143)]
+GPT2 = [(1_536, 2, 0.312), *BLOCK * 12, (1024 * 768, 1, 0), (50257 * 768, 1, 0)]  # the head's weight is the embedding
+NETWORKS = {
+    "ResNet-50, 64 images": Network(RESNET, 64 / 5200, 521, 5),  # twice an A100's 2,600 a second: timm #1491
+    "ResNet-50, 256 images": Network(RESNET, 256 / 5200, 521, 5),
+    "GPT-2 124M, 16k tokens": Network(GPT2, 16384 / (1e10 / 2700 / 8), 636, 7),  # 10e9 in 45 minutes on 8: llm.c
+}
+
+
+def buckets(network: Network) -> list[tuple[float, float]]:
+    """For each bucket its bytes, and the share of the backward pass after which it is full."""
+    filled, done, size = list[tuple[float, float]](), 0.0, 0.0
+    for parameters, tensors, share in network.parts:
+        for _ in range(tensors):
+            one = BYTES * parameters / tensors
+            if size and size + one > BUCKET:
+                filled.append((size, done))
+                size = 0.0
+            done, size = min(1.0, done + share / tensors), size + one
+    return [*filled, (size, 1.0)]
+
+
+def sent(size: float, devices: int, nodes: int = 1, *, folded: bool = False) -> tuple[float, float]:
+    """Bytes that a device sends in a collective for a bucket: to others of its node, and over the network.
+
+    ``folded`` says that each node adds up its own first, so that only its sum crosses the network.
+    """
+    per = devices // nodes
+    if folded:
+        return size * (per - 1) / per, size / per * (nodes - 1) / nodes
+    return size * (per - 1) / devices, size * (devices - per) / devices
+
+
+def collective(size: float, devices: int, nodes: int = 1, *, folded: bool = False) -> float:
+    """Seconds of an all-to-all or an all-gather. Both parts go at the same time, unless one needs the other's sums."""
+    within, across = sent(size, devices, nodes, folded=folded)
+    times = [WITHIN + within / NVLINK] + ([ACROSS + across / NETWORK] if nodes > 1 else [])
+    return sum(times) if folded else max(times)
+
+
+class Step(NamedTuple):
+    """A step of the model, in seconds.
+
+    Attributes
+    ----------
+    alone : float
+        Of the plain loop on one device: the longer of launching and computing, the norm, clipping, and the update.
+    exchange : float
+        What collectives and additions take, hidden or not.
+    exposed : float
+        What is left of them after the backward pass.
+    whole : float
+        With all of that, the division by the weights, and the wait for the norm.
+    """
+
+    alone: float
+    exchange: float
+    exposed: float
+    whole: float
+
+
+def step(network: Network, devices: int, nodes: int = 1, *, folded: bool = False) -> Step:
+    """One replica for each device: the least work to hide behind."""
+    update = (3 + network.passes) * network.bytes / MEMORY  # the norm reads, clipping reads and writes
+    launching, computing = network.operations * LAUNCH, network.seconds
+    alone = max(launching, computing) + update
+    if devices == 1:
+        return Step(alone, 0, 0, alone + WAIT)
+    filled = buckets(network)
+    launching += (sum(tensors for _, tensors, _ in network.parts) + FOLD_LAUNCHES * len(filled)) * LAUNCH
+    computing += 2 * network.bytes / MEMORY  # gradients are copied into buckets
+    passes = max(launching, computing)
+    free = exchange = 0.0
+    for size, share in filled:
+        took = 2 * collective(size, devices, nodes, folded=folded) + 3 * sent(size, devices)[0] / MEMORY
+        free, exchange = max(free, passes / 3 + passes * 2 / 3 * share) + took, exchange + took
+    divided = 2 * network.bytes / MEMORY
+    return Step(alone, exchange, free - passes, free + divided + update + WAIT)
+
+
+def device_table() -> str:
+    """Milliseconds of a step on H100s, and what it takes beside one that computes alone."""
+    heads = ["a GPU's batch", "GPUs", "alone, ms", "exchange, ms", "of it exposed, ms", "step, ms", "step / alone"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    ways = [(1, 1, False), (2, 1, False), (4, 1, False), (8, 1, False), (16, 2, False), (16, 2, True)]
+    for name, network in NETWORKS.items():
+        for devices, nodes, folded in ways:
+            took = step(network, devices, nodes, folded=folded)
+            where = str(devices) if nodes == 1 else f"2 x 8{', nodes folded first' if folded else ''}"
+            cells = [f"{1000 * value:.2f}" for value in took]
+            lines.append(f"| {name} | {where} | {' | '.join(cells)} | {took.whole / took.alone:.2f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     draw(pathlib.Path(__file__).parent / "results" / "model.png")
     print(table())
+    print()
+    print(device_table())
 
 
 if __name__ == "__main__":

@@ -24,9 +24,19 @@ from phalanx.seams import Arithmetic
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
 
 ALIGNED = 16  # bytes
-INSTEAD = {  # of operations that common models use
-    "adaptive_avg_pool2d": "use AvgPool2d, or pool to one element",
+INSTEAD = {  # docs/devices.md has each with its code
+    "adaptive_avg_pool2d": "use AvgPool2d where sizes divide, or pool to one element",
+    "adaptive_max_pool2d": "use MaxPool2d where sizes divide",
+    "pool3d": "pool height and width in 2-D, then depth in 1-D",
     "nll_loss2d": "flatten what cross_entropy gets to two dimensions, and its target to one",
+    "upsample": "interpolate bilinearly, or multiply by the matrix that interpolates",
+    "reflection_pad": "join the tensor and its flipped borders with torch.cat",
+    "grid_sampler": "look the neighbours up by indexing, and weight them",
+    "ctc_loss": "compute this loss on the CPU, and move it back",
+    "embedding_bag": "use Embedding, and the maximum over each bag",
+    "cumsum": "multiply by a triangular matrix of ones",
+    "max_unpooling": "scatter values into zeros by their indices",
+    "median": "take the middle of what sort returns",
 }
 
 
