@@ -45,12 +45,10 @@ def folded(vectors, block, replicas):
 def exchanged(replicas, workers, count, vectors, blocks=None, fault=None):
     """The mean that each worker gets, and the bytes that it sent to workers of other hosts."""
     blocks = blocks or place(replicas, workers).blocks
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=30)
-    )
-    masks = [
-        bytes(entry is not None for entry in vector) for block in blocks for vector in folded(vectors, block, replicas)
-    ]
+    limit = datetime.timedelta(seconds=30)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    sums = [vector for block in blocks for vector in folded(vectors, block, replicas)]
+    masks = [bytes(entry is not None for entry in vector) for vector in sums]
 
     def work(rank):
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=limit)
