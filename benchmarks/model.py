@@ -211,7 +211,7 @@ def device_table() -> str:
     for name, network in NETWORKS.items():
         for devices, nodes, folded in ways:
             took = step(network, devices, nodes, folded=folded)
-            where = str(devices) if nodes == 1 else f"2 x 8{', nodes folded first' if folded else ''}"
+            where = str(devices) if nodes == 1 else f"2 x 8, in {'two levels' if folded else 'one level'}"
             cells = [f"{1000 * value:.2f}" for value in took]
             lines.append(f"| {name} | {where} | {' | '.join(cells)} | {took.whole / took.alone:.2f} |")
     return "\n".join(lines)
