@@ -787,7 +787,7 @@ arrived = Early.arrived
 
 
 def send_all(early):
-    while len(early._begun) < len(early._buckets):
+    while len(early._journeys) < len(early._buckets):
         early._send()
 
 
