@@ -12,7 +12,9 @@ torch.compile.
 import collections
 import dataclasses
 import functools
+import importlib.util
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -21,7 +23,6 @@ import common
 import faults
 import loops
 import recipes
-import torch
 from common import Case, Outcome
 
 import phalanx
@@ -88,7 +89,7 @@ def uncompiled() -> str:
     """What torch.compile lacks here, in words; else empty."""
     if not any(map(shutil.which, ("g++", "c++", "gcc", "cc", "clang"))):
         return "there is no C compiler"
-    if common.DEVICE.type == "cuda" and not torch.utils._triton.has_triton():
+    if common.DEVICE.type == "cuda" and not importlib.util.find_spec("triton"):
         return "there is no Triton"
     return ""
 
@@ -116,7 +117,9 @@ def here(name: str, *given: str) -> None:
     """What has to be done in a process of its own."""
     found = faults.out_of_range_here()._asdict() if name == "out_of_range" else faults.world_here(int(*given))
     if found is not None:
-        print(json.dumps(found))
+        print(json.dumps(found), flush=True)
+    if name == "out_of_range":
+        os._exit(0)  # what ends in order would meet the device that failed
 
 
 def main() -> int:

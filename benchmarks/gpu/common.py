@@ -23,15 +23,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks"), str(HERE)]
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first product of matrices
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "src"))
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read before the first product of matrices
 
 import torch
 
 from benchmarks import step
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEVICE = torch.device(os.environ.get("CAMPAIGN_DEVICE", "cuda:0"))
 SMALL = "CAMPAIGN_DEVICE" in os.environ and DEVICE.type == "cpu"
 KEPT = ROOT / "out" / "gpu"
@@ -118,7 +120,7 @@ class Rows:
         """A row for a case."""
         row = {"part": case.part, "case": case.name, "verdict": outcome.verdict, "note": outcome.note}
         row |= {"values": outcome.values, "seconds": round(seconds, 2), "at": round(elapsed(), 1)}
-        self.rows.append(row | {"source": self._source})
+        self.rows.append(row | {"source": self._source, "process": PROCESS})
         numbers = ", ".join(f"{name} {shown(value)}" for name, value in outcome.values.items())
         texts = f"{case.part:9} {case.name:44}", outcome.verdict, numbers, outcome.note
         print(f"[{elapsed():6.1f} s]", " | ".join(filter(None, texts)), flush=True)
@@ -179,7 +181,7 @@ def told(error: BaseException) -> str:
 
 
 def restart() -> None:
-    """Begin this script anew in the same process, without what it has loaded. Rows that are there are not made again."""
+    """Begin this script anew in the same process, without what it has loaded. Rows that are there stay."""
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2:
             with contextlib.suppress(OSError):
@@ -195,7 +197,8 @@ def elapsed() -> float:
     return time.time() - FIRST
 
 
-FIRST = float(os.environ.pop(BEGAN, time.time()))
+PROCESS = time.time()  # no other process, nor what takes the place of this one, has the same
+FIRST = float(os.environ.pop(BEGAN, PROCESS))
 
 
 def finish(rows: Rows, left: int, report: str) -> int:
@@ -237,7 +240,11 @@ def shown(value: Any) -> str:
 
 def circumstances() -> dict[str, Any]:
     """What rows are about: versions, processor and device."""
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": cores(), "small": SMALL}
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    processor = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    facts = {"processor": processor, "cores": cores(), "python": platform.python_version(), "torch": torch.__version__}
+    facts |= {"small": SMALL}
     if DEVICE.type == "cuda" and torch.cuda.is_available():
         kind = torch.cuda.get_device_properties(DEVICE)
         facts |= {"device": kind.name, "devices": torch.cuda.device_count(), "cuda": torch.version.cuda}
@@ -260,13 +267,13 @@ def sources() -> str:
 
 def device_count() -> int:
     """Devices to spread over; the CPU counts as two."""
-    return torch.cuda.device_count() if DEVICE.type == "cuda" else 2
+    return 2 if DEVICE.type == "cpu" else torch.get_device_module(DEVICE).device_count()
 
 
 def sync() -> None:
     """Wait until the device has done all."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize(DEVICE)
+    if DEVICE.type != "cpu":
+        torch.get_device_module(DEVICE).synchronize(DEVICE)
 
 
 def free() -> None:
@@ -296,10 +303,11 @@ def answers() -> bool:
 @contextlib.contextmanager
 def deterministic(*, on: bool = True) -> Iterator[None]:
     """What a careful user sets around a loop by hand."""
-    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
+    cudnn: Any = torch.backends.cudnn
+    filling: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, filling.fill_uninitialized_memory
     torch.use_deterministic_algorithms(on)
-    cudnn.benchmark, filling.fill_uninitialized_memory = False, False  # type: ignore[assignment]
+    cudnn.benchmark, filling.fill_uninitialized_memory = False, False
     try:
         yield
     finally:

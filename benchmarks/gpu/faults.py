@@ -116,8 +116,8 @@ def terminated(workers: int) -> Outcome:
 class Hungry(nn.Linear):
     """Asks for more memory than there is."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.flatten(1)) + torch.empty(1 << 42, device=x.device)[:1]
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.flatten(1)) + torch.empty(1 << 42, device=input.device)[:1]
 
 
 class Pooled(nn.Module):
