@@ -324,13 +324,25 @@ def moved(tree: Any, device: torch.device = DEVICE) -> Any:
     return tuple(moved(value, device) for value in tree) if isinstance(tree, tuple | list) else tree
 
 
-def apart(script: str, *more: str, seconds: float = 120, **variables: str) -> Any:
+def apart(script: str, *more: str, seconds: float = 120, tries: int = 1) -> Any:
     """What a script's ``--apart`` prints in a process of its own, as JSON in its last line."""
-    return alone([sys.executable, script, "--apart", *more], seconds, **variables)
+    return alone([sys.executable, script, "--apart", *more], seconds, tries)
 
 
-def alone(command: Sequence[str], seconds: float, **variables: str) -> Any:
-    """The last line that a command prints, as JSON. When the time is over its whole group of processes ends."""
+def alone(command: Sequence[str], seconds: float, tries: int = 1, **variables: str) -> Any:
+    """The last line that a command prints, as JSON. DDP may abort as it ends, so that it gets several tries."""
+    for left in reversed(range(tries)):
+        status, told, errors = ended(command, seconds, **variables)
+        if not status and told:
+            return json.loads(told[-1])
+        if not left:
+            reasons = [line for line in errors if "Error" in line and "ChildFailedError" not in line] or errors
+            raise RuntimeError(f"status {status}: {reasons[-1].strip() if reasons else 'it said nothing'}")
+    raise AssertionError
+
+
+def ended(command: Sequence[str], seconds: float, **variables: str) -> tuple[int, list[str], list[str]]:
+    """Exit status, and the lines of both streams. When the time is over its whole group of processes ends."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, env={**os.environ, **variables}, stdout=out, stderr=log, start_new_session=True
@@ -343,11 +355,7 @@ def alone(command: Sequence[str], seconds: float, **variables: str) -> Any:
             process.wait()
         out.seek(0)
         log.seek(0)
-        lines, errors = out.read().splitlines(), log.read().strip().splitlines()
-    if status or not lines:
-        reasons = [line for line in errors if "Error" in line] or errors
-        raise RuntimeError(f"status {status}: {reasons[-1] if reasons else 'it said nothing'}")
-    return json.loads(lines[-1])
+        return status, out.read().splitlines(), log.read().strip().splitlines()
 
 
 def heading(rows: Rows, title: str) -> str:

@@ -90,17 +90,10 @@ def here(name: str, column: str) -> dict[str, Any]:
 
 
 def measured(name: str, column: str) -> Outcome:
-    """The same in a fresh process. DDP may abort as it ends: it gets three tries."""
-    for left in reversed(range(3 if column.startswith("DDP") else 1)):
-        try:
-            found = common.apart(__file__, name, column, seconds=140)
-        except RuntimeError:
-            if not left:
-                raise
-        else:
-            digest = {"digest": found["digest"][:12]} if "digest" in found else {}
-            return Outcome("measured", "", {"ms": found["seconds"] * 1e3, **digest})
-    raise AssertionError
+    """The same in a fresh process."""
+    found = common.apart(__file__, name, column, seconds=140, tries=3 if column.startswith("DDP") else 1)
+    digest = {"digest": found["digest"][:12]} if "digest" in found else {}
+    return Outcome("measured", "", {"ms": found["seconds"] * 1e3, **digest})
 
 
 def cases(rounds: int, names: Sequence[str]) -> Iterator[Case]:
