@@ -53,14 +53,15 @@ def several(recipe: phalanx.Recipe, workers: int) -> Outcome:
 
 
 def spread() -> Iterator[Case]:
+    """Each recipe with 2 workers and with as many as there are devices; one with any number."""
     count = common.device_count()
     for name, recipe in recipes.spread().items():
         assert isinstance(recipe.replicas, int)
-        wanted = {2, *range(3, count + 1)} if count > 1 else {2}
-        for workers in sorted(number for number in wanted if number <= recipe.replicas):
+        for workers in sorted({2, max(2, min(count, recipe.replicas))}):
             yield Case("spread", f"{name}, {workers} workers", functools.partial(several, recipe, workers))
-    if count == 1:
-        yield Case("spread", "conv, R=4, 3 workers", functools.partial(several, recipes.CONV, 3))
+    any_number = dataclasses.replace(recipes.CONV, replicas=8)
+    for workers in range(3, max(3, min(count, 8)) + 1):
+        yield Case("spread", f"conv, R=8, {workers} workers", functools.partial(several, any_number, workers))
 
 
 def world() -> Iterator[Case]:

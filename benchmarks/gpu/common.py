@@ -41,7 +41,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGAN = "CAMPAIGN_BEGAN"  # when the first process of this call began, for those that take its place
 WRONG = "failed", "different"
 LEFT_OVER = 2  # exit status: what was tried is right, but there was no time for all
-LIMIT = 150.0  # seconds of a case
+LIMIT = 180.0  # seconds of a case
+PARTING = 20.0  # seconds for a process to end in order
 
 
 class Outcome(NamedTuple):
@@ -349,6 +350,11 @@ def ended(command: Sequence[str], seconds: float, **variables: str) -> tuple[int
         )
         try:
             status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its own processes then, which are in groups of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PARTING)
+            raise
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -184,6 +184,7 @@ def ddp_here(name: str) -> None:
     if rank == 0:
         print(json.dumps({"seconds": seconds, "peak": common.peak_gb()}), flush=True)
     distributed.barrier()
+    time.sleep(0.5)  # others may still be on their way out of it
     os._exit(0)  # what ends in order aborts now and then
 
 
