@@ -41,6 +41,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGAN = "CAMPAIGN_BEGAN"  # when the first process of this call began, for those that take its place
 WRONG = "failed", "different"
 LEFT_OVER = 2  # exit status: what was tried is right, but there was no time for all
+DEATHS = 2  # processes that may end in the middle of a case: the first one may have been out of time
 LIMIT = 180.0  # seconds of a case
 PARTING = 20.0  # seconds for a process to end in order
 
@@ -100,6 +101,14 @@ class Rows:
             if path.exists() and not again and not self.rows:
                 self._take(path.read_text().splitlines(), wrong=wrong)
         self._write(self.rows, "w")
+        self._begun = self._files[0].with_suffix(".begun")
+        self._died = {} if again or not self._begun.exists() else json.loads(self._begun.read_text())
+
+    def dies(self, case: Case) -> bool:
+        """Note that a case begins, so that a later call knows of it; whether processes have died in it before."""
+        count = self._died.get(f"{case.part}: {case.name}", 0)
+        self._begun.write_text(json.dumps({f"{case.part}: {case.name}": count + 1}))
+        return count >= DEATHS
 
     def _take(self, lines: Sequence[str], *, wrong: bool) -> None:
         """Rows of an earlier call, if they are of the same machine."""
@@ -126,6 +135,7 @@ class Rows:
         texts = f"{case.part:9} {case.name:44}", outcome.verdict, numbers, outcome.note
         print(f"[{elapsed():6.1f} s]", " | ".join(filter(None, texts)), flush=True)
         self._write(self.rows[-1:], "a")
+        self._begun.unlink(missing_ok=True)
 
     def _write(self, rows: Iterable[dict[str, Any]], mode: str) -> None:
         for path in self._files:
@@ -153,6 +163,9 @@ def run(rows: Rows, cases: Iterable[Case], minutes: float) -> int:
 def _try(rows: Rows, case: Case) -> None:
     """One case. One that hangs gets its row from a thread, which puts a new process in the place of this one."""
     began = time.monotonic()
+    if rows.dies(case):
+        rows.add(case, Outcome("failed", f"{DEATHS} processes have died in it"), 0.0)
+        return
 
     def give_up() -> None:
         rows.add(case, Outcome("failed", f"not done after {case.limit:.0f} s"), time.monotonic() - began)

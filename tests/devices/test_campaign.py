@@ -17,7 +17,7 @@ PARTS = {
     "probe": {"machine", "norm", "attention", "refused", "copies", "launches"},
 }
 CASES = """
-import sys, time
+import os, sys, time
 sys.path.insert(0, {folder!r})
 import common
 from common import Case, Outcome
@@ -26,6 +26,8 @@ def fails():
     raise ValueError("on purpose")
 
 rows = common.Rows("cases", again=False, wrong=False)
+if sys.argv[2:]:
+    sys.exit(common.run(rows, [Case("a", "dies", lambda: os._exit(9)), Case("a", "goes on", lambda: common.SAME)], 1.0))
 hangs = Case("a", "hangs", lambda: time.sleep(300), 1.0)
 cases = Case("a", "fails", fails), hangs, Case("a", "goes on", lambda: common.SAME)
 sys.exit(common.finish(rows, common.run(rows, cases, float(sys.argv[1])), "the table"))
@@ -82,6 +84,18 @@ def test_a_case_that_fails_or_hangs_is_a_row(tmp_path):
     assert found["fails"] == ("failed", "ValueError: on purpose (cases.py:8)")
     assert found["hangs"] == ("failed", "not done after 1 s")
     assert found["goes on"] == ("same", "")
+
+
+@pytest.mark.long
+def test_a_case_in_which_processes_die_is_left_out(tmp_path):
+    """It is tried twice, as the first process may have been out of time; then it is a row, and the next is tried."""
+    script = tmp_path / "cases.py"
+    script.write_text(CASES.format(folder=str(FOLDER)))
+    assert [called(tmp_path, script, "1", "dies")[0] for _ in range(3)] == [9, 9, 0]
+    assert [(row["case"], row["verdict"]) for row in rows(tmp_path, "cases")] == [
+        ("dies", "failed"),
+        ("goes on", "same"),
+    ]
 
 
 @pytest.mark.long
