@@ -99,9 +99,9 @@ class Rows:
         for path in self._files:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not again and not self.rows:
-                self._take(path.read_text().splitlines(), wrong=wrong)
+                self._take(path, wrong=wrong)
         self._write(self.rows, "w")
-        self._begun = self._files[0].with_suffix(".begun")
+        self._begun = self._files[-1].with_suffix(".begun")
         self._died = {} if again or not self._begun.exists() else json.loads(self._begun.read_text())
 
     def dies(self, case: Case) -> bool:
@@ -110,13 +110,16 @@ class Rows:
         self._begun.write_text(json.dumps({f"{case.part}: {case.name}": count + 1}))
         return count >= DEATHS
 
-    def _take(self, lines: Sequence[str], *, wrong: bool) -> None:
-        """Rows of an earlier call, if they are of the same machine."""
+    def _take(self, path: pathlib.Path, *, wrong: bool) -> None:
+        """Rows of an earlier call, if they are of the same machine; else they get another name."""
+        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]  # the last one may be cut
         facts, *rows = map(json.loads, lines or ["{}"])
         if facts == self.facts:
             self.rows = [row for row in rows if not (wrong and row["verdict"] in WRONG)]
         else:
-            print(f"rows of another machine or torch are left behind: {facts}")
+            other = path.with_suffix(f".{int(PROCESS)}.jsonl")
+            print(f"{path.name} is of another machine or torch, and is called {other.name} from now on: {facts}")
+            path.rename(other)
 
     @property
     def known(self) -> set[tuple[str, str]]:

@@ -99,6 +99,22 @@ def test_a_case_in_which_processes_die_is_left_out(tmp_path):
 
 
 @pytest.mark.long
+def test_rows_of_another_machine_are_put_aside(tmp_path):
+    """They are neither taken up nor lost, and a line that was cut is no row."""
+    script, file = tmp_path / "cases.py", tmp_path / "cases-cpu-small.jsonl"
+    script.write_text(CASES.format(folder=str(FOLDER)))
+    assert called(tmp_path, script, "1")[0] == 1
+    facts, *lines = file.read_text().splitlines()
+    file.write_text("\n".join([facts, *lines[:2], lines[2][:20]]))
+    assert called(tmp_path, script, "0")[0] == 1  # both rows are of what failed
+    assert len(rows(tmp_path, "cases")) == 2
+    file.write_text("\n".join([json.dumps({"torch": "1.0"}), *lines]))
+    assert called(tmp_path, script, "0")[0] == 2
+    assert rows(tmp_path, "cases") == []
+    assert len(list(tmp_path.glob("cases-cpu-small.*.jsonl"))) == 1
+
+
+@pytest.mark.long
 def test_small_runs_are_not_saved(tmp_path):
     """What a run on the CPU measured is not put among the results."""
     target = tmp_path / "gpu.md"
