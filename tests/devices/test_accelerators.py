@@ -471,14 +471,7 @@ def folded_beside(patch):
     patch.setattr(Transport, "all_to_all", begun)
 
 
-def gathered_unseen(patch):
-    """The mean is used without waiting for it."""
-    from phalanx.engines.hosts.early import Early
-
-    patch.setattr(Early, "finish", lambda own: None)
-
-
-@pytest.mark.parametrize("fault", [folded_beside, gathered_unseen], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", [folded_beside, gathered_and_not_waited_for], ids=lambda fault: fault.__name__)
 def test_missing_waits_of_sending_early_are_seen(fake, fault):
     """The device finds memory that is read too soon, or the bits are others."""
     recipe = deep_recipe(2, steps=6)
