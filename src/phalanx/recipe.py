@@ -22,7 +22,6 @@ from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts, sources
 from phalanx.surroundings.interrupts import on_sigterm
-from phalanx.surroundings.presence import rank
 from phalanx.surroundings.turns import Turns
 
 AHEAD = (
@@ -271,11 +270,12 @@ class Recipe(Definition):
         called = time.perf_counter()
         settled = settle(options, self.replicas)
         check_evaluated(self, settled)
-        from phalanx.engines.selection import distributes, open_engine  # it loads the code that starts processes
+        from phalanx.engines.selection import entered, open_engine  # it loads the code that starts processes
 
         functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
-        kept_in = settled.run_dir
-        if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
+        kept_in, audit = settled.run_dir, Audit(settled.audit, self.seed) if settled.audit else None
+        world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, audit)
+        if world is not None and (world.joins or world.rank > 0):  # the first process reports and saves
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
             vars(settled).update(run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
         with contextlib.ExitStack() as undo:
@@ -285,8 +285,8 @@ class Recipe(Definition):
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
                 allow=settled.nondeterministic == "allow",
-                readers=settled.readers, audit=Audit(settled.audit, self.seed) if settled.audit else None,
-                max_failures=settled.max_failures, functions=functions,
+                readers=settled.readers, audit=audit, max_failures=settled.max_failures, functions=functions,
+                world=world, min_hosts=settled.min_hosts,
             )  # fmt: skip
             undo.callback(engine.close)
             past.check(engine)

@@ -68,7 +68,7 @@ class Agreement:
         self._promised, self._accepted = NONE, (NONE, None)
         self._ballot, self._proposal = NONE, None
         self._promises: dict[int, tuple[tuple[int, int], Any]] = {}
-        self._votes = set[int]()
+        self._votes: set[int] = set()
         self._wait = 0
 
     def tick(self, alive: Collection[int], told: Message) -> list[Addressed]:

@@ -75,7 +75,7 @@ class Loop:
         self._completing = False
         self._due: Again | None = None  # the task that is under way, of those that complete a step
         self._after: Iterator[Callable[[], object] | Again] = iter(())  # the tasks that follow it
-        engine.run_state.told = len(engine.run_state.loss_history)
+        engine.run_state.told = len(engine.run_state.loss_history) - len(engine.run_state.unseen)
         self._begun: list[StepReport] = []  # the phases of the present step that are done
 
     @property

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from phalanx.errors import SeveredError
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
 SIOCGIFADDR = 0x8915
+NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
+LEFT: list[Any] = []  # groups that were left while something was under way
 GROUP: Any = dist.ProcessGroupGloo
 TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -40,10 +43,20 @@ class Gloo:
         How long to wait for another process.
     interface : str
         The network interface to use, unless the environment names one; "" leaves the choice to torch.
+    check : callable, optional
+        Called while ``gather`` waits; raises to end that. What is under way is given up then.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, seconds: float, interface: str) -> None:
-        self._rank, self._size = rank, size
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        seconds: float,
+        interface: str,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._rank, self._size, self._check = rank, size, check
         named = os.environ.get(INTERFACE, interface).partition(",")[0]
         options = GROUP._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
@@ -51,17 +64,31 @@ class Gloo:
         self.group: Any = None
         self.group = self._call(GROUP, store, rank, size, options)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy the first process's tensor to all others."""
-        self._call(self.group.broadcast, tensor, 0).wait()
-
     def gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
         """Fill ``gathered`` with the bytes of all processes, equally many of each, in the order of ranks."""
+        if self._check is not None:
+            self._watch(self._call(self.group._allgather_base, gathered, mine))
+            return
         rows = gathered.view(self._size, -1)
         rows[self._rank] = mine
         others = [other for other in range(self._size) if other != self._rank]
         works = [self.begin_receive(rows[other], other) for other in others]
         self.wait(works + [self.begin_send(mine, other) for other in others])
+
+    def _watch(self, work: Any) -> None:
+        """Wait for a work that several processes do together, as long as ``check`` lets it."""
+        nap = NAP_SECONDS
+        try:
+            while not work.is_completed():
+                assert self._check is not None, "who asks has looked"
+                self._check()
+                time.sleep(nap)
+                nap = min(2 * nap, LONGEST_NAP_SECONDS)
+        except BaseException:
+            # Torch's destructor waits for what is under way, so nothing may be destroyed as long as this process lives.
+            LEFT.append((self.group, work))
+            raise
+        self._call(work.wait)
 
     def begin_send(self, tensor: torch.Tensor, other: int) -> Any:
         """Begin to send memory to another process. It must not be written until the work is waited for."""
@@ -92,6 +119,16 @@ class Gloo:
 def _short(error: Exception) -> str:
     """Torch's message, without its source location and its advice."""
     return re.sub(r"\[[^\]]*\.cc:\d+\] ?", "", str(error)).partition(". This is typically")[0].strip()
+
+
+def own_address(address: str) -> str:
+    """This host's address on the way to another."""
+    with contextlib.suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return probe.getsockname()[0]
+    return "127.0.0.1"
 
 
 def towards(address: str) -> str:

@@ -1,13 +1,15 @@
-"""The torch.distributed world of a run: which processes are there, whether all do the same run, and which left it.
+"""The processes of a run over several hosts: who they are, whether all do the same run, and how they are connected.
 
-Its store is opened here. In it the processes of one run find each other, and it outlives the run. Nothing is unpickled:
-processes exchange JSON in the world's store, and bytes of known layout.
+At the start they find each other in the store of their torch.distributed world. Later ones find the run by the beats of
+its members, and each incarnation has a store of its own, so nothing depends on one host. Nothing is unpickled:
+processes exchange JSON, and bytes of known layout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -15,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,46 +27,72 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from phalanx.definition.checks import warn
+from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, towards
-from phalanx.errors import LeftError, PhalanxError, RunError, UsageError
+from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, own_address, towards
+from phalanx.engines.hosts.members import CLOSED, Farewell, Members
+from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
+from phalanx.plan.membership import mutual, quorum
+from phalanx.surroundings import interrupts
 
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
-GRACE_SECONDS = 6.0  # until survivors have said that they are there
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
 POLL_SECONDS = 0.05
-CLOSED = "it was closed after"
+CONNECT_SECONDS = 20.0  # until members that have agreed are connected
+PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
 RUNS = [0]  # begun in this process; the same number in all processes
 ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
 STORES: dict[tuple[int, int, str, int], Any] = {}
 
 
+class UnderWayError(Exception):
+    """A run is under way that this process can join; never leaves this module."""
+
+
 class World:
-    """All processes of a run, before its first step and after something went wrong.
+    """All processes of a run: who they are, before its first step and whenever that changes.
 
     Parameters
     ----------
     seconds : float or None
         How long to wait for others.
+    lost_after : float
+        Seconds after which a silent process is lost.
 
     Attributes
     ----------
     rank, size : int
+        Among the members of the present incarnation.
+    members : Members
+    joins : bool
+        Whether this process joins a run that is under way.
+    keeper : int
+        The member that reports and saves.
     """
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, lost_after: float) -> None:
         self.seconds = SECONDS if seconds is None else seconds
         RUNS[0] += 1
-        base, self.rank, self.size = opened(self.seconds)
-        self._tcp = address_of(base)
-        store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
-        with reached(self._tcp[0]):
-            self.run = run_of(store, self.rank, self.size, self.seconds)
-        self._store = c10d.PrefixStore(str(self.run), store)
-        self._names = [""] * self.size
+        self.rank, self.size, address, port = surroundings()
+        world = f"{port} {self.size} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+        self.members = Members(self.rank, own_address(address), port + self.rank, world, lost_after)
+        self.members.look_for({0: [address, port]} if self.rank else {})
+        self.joins, self.keeper = False, 0
         self._gloo: Gloo | None = None
-        self._told = False
+        self._names = dict[int, str]()
+        try:
+            base = self._unless_under_way(functools.partial(opened, self.rank, self.size, address, port, self.seconds))
+            self._tcp = address_of(base)
+            store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
+            with reached(self._tcp[0]):
+                self.run = run_of(store, self.rank, self.size, self.seconds, self._look)
+            self._store = c10d.PrefixStore(str(self.run), store)
+        except UnderWayError:
+            self.joins = True
+        except BaseException:
+            self.members.close()
+            raise
 
     def agree(self, facts: Mapping[str, Any], doubts: Mapping[str, str], cores: Sequence[int]) -> int:
         """Check that all have the same recipe in the same environment; returns how many workers each has room for.
@@ -78,11 +106,14 @@ class World:
         RunError
             A process did not come, or has left again.
         """
-        given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores)}
+        given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores), "place": self.members.place}
         mine = json.loads(json.dumps(given, default=repr))
+        self.members.facts = hashed(json.dumps([mine[name] for name in facts])).hex()
+        if self.joins:
+            return max(1, len(cores))
         self._store.set(f"facts/{self.rank}", json.dumps(mine))
         everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
-        self._names = [item["host"].split()[0] for item in everybody]
+        self._hosts = {rank: item["host"] for rank, item in enumerate(everybody)}
         for rank, theirs in enumerate(everybody):
             for name in facts:
                 if theirs.get(name) != mine[name]:
@@ -94,26 +125,152 @@ class World:
                         f"{name} is {value} in {here}, and {theirs['doubts'][name]} in {there}; if it decides the "
                         "answer, that depends on who computes what"
                     )
-        self._hosts = [item["host"] for item in everybody]
-        together = len(set(self._hosts)) == 1
-        self._interface = LOOPBACK if together else towards(self._tcp[0])
-        store = c10d.PrefixStore("callers", self._store)
-        self._gloo = Gloo(store, self.rank, self.size, self.seconds, self._interface)
+        self._connect(self.seconds)
+        self.members.begin(self.run, 0, {rank: item["place"] for rank, item in enumerate(everybody)})
         return min(_room(item, everybody) for item in everybody)
+
+    def agree_anew(self, told: dict[str, Any], least: int) -> dict[str, Any]:
+        """Agree with the members that are left on the next incarnation.
+
+        Parameters
+        ----------
+        told : dict
+            step: how many updates the state here has, None if it is lost; open: whether others may join now.
+        least : int
+            With how many members it is worth while.
+
+        Raises
+        ------
+        PeersLostError
+            This member may not go on.
+        RunError, LeftError
+            A member left in a way that ends the run.
+        """
+        chosen = self.members.agree(told, functools.partial(self._proposed, least), self.seconds)
+        if (final := self.members.final) is not None:
+            rank, (way, why) = final
+            kind = LeftError if way == CLOSED else RunError
+            raise kind(f"{self.named(rank)} left the run: {why}. So it has ended here, too")
+        if str(self.members.me) not in chosen["places"]:
+            raise PeersLostError(f"the other members go on without {self.named(self.members.me)}: they did not hear it")
+        if chosen["wrong"]:
+            raise PeersLostError(chosen["wrong"])
+        return chosen
+
+    def next(self, chosen: Mapping[str, Any]) -> None:
+        """Begin the incarnation that was agreed on. Raises a SeveredError if a member has fallen meanwhile."""
+        places = {int(rank): place for rank, place in chosen["places"].items()}
+        self.members.begin(chosen["run"], chosen["number"], places)
+        self._hosts = {int(rank): host for rank, host in chosen["hosts"].items()}
+        self.keeper = chosen["keeper"]
+        self.run, self._tcp = chosen["run"] + chosen["number"], tuple(chosen["store"])
+        self.rank, self.size = self.members.ranks.index(self.members.me), len(places)
+        limit = datetime.timedelta(seconds=CONNECT_SECONDS)
+        try:
+            store = self._own_store if self.rank == chosen["leader"] else TCP(*self._tcp, timeout=limit)
+        except Exception as error:
+            raise SeveredError(f"the members' store at {self._tcp[0]} cannot be reached: {error}") from error
+        self._store = c10d.PrefixStore(str(chosen["number"]), store)
+        self._connect(CONNECT_SECONDS)
+
+    def join(self) -> dict[str, Any] | None:
+        """Ask to join the run that is under way; returns the incarnation that has this process, None if it has ended.
+
+        Raises
+        ------
+        UsageError
+            The others train another recipe, or in another environment.
+        """
+        chosen = self.members.join(_host())
+        if self.members.refused:
+            raise UsageError(
+                "a run is under way on these hosts, and its recipe, options, library versions or numeric environment "
+                "are others than those of this process; start it with the same, or end that run first"
+            )
+        return chosen
+
+    def _unless_under_way(self, ask: Callable[[], Any]) -> Any:
+        """Ask in a thread of its own, as torch may wait long, unless there is a run to join."""
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(_tried(ask)), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_SECONDS)
+            self._look()
+        answer, error = answers[0]
+        if error is not None:
+            raise error
+        return answer
+
+    def _look(self) -> None:
+        interrupts.check()
+        self.members.news()
+        if self.members.under_way is not None:
+            raise UnderWayError
+
+    def _connect(self, seconds: float) -> None:
+        """Connect the callers' processes of all members."""
+        self._names = {rank: host.split()[0] for rank, host in self._hosts.items()}
+        together = len(set(self._hosts.values())) == 1
+        self._interface = LOOPBACK if together else towards(self._tcp[0])
+        if self._gloo is not None:
+            self._gloo.close()
+        store = c10d.PrefixStore("callers", self._store)
+        self._gloo = Gloo(store, self.rank, self.size, seconds, self._interface, self.check)
+
+    def check(self) -> None:
+        """Raise a SeveredError if this incarnation has to end."""
+        interrupts.check()
+        if why := self.members.news():
+            raise SeveredError(why)
+
+    def _proposed(self, least: int, stopped: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+        """The next incarnation, as this member would have it, from what those tell that have stopped."""
+        members, known = self.members, {rank: facts["hears"] for rank, facts in stopped.items()}
+        group = mutual({rank: [other for other in hears if other in known] for rank, hears in known.items()}, members.me)
+        steps = {rank: stopped[rank]["step"] for rank in group if stopped[rank]["step"] is not None}
+        if not quorum(members.ranks, group):
+            return None
+        source = min(steps, key=lambda rank: (-steps[rank], rank), default=-1)
+        joining = dict(members.joining) if steps and stopped[source]["open"] else {}
+        joining = {rank: facts for rank, facts in joining.items() if rank not in group}
+        wrong = "" if steps else "no member has the state of a whole step any more; start again"
+        if len(group) + len(joining) < least:
+            wrong = f"min_hosts is {least}, and {len(group)} members are left; start again when there are more"
+        self._own_store = TCP(members.place[0], 0, is_master=True, wait_for_workers=False)
+        hosts = {rank: self._hosts[rank] for rank in group} | {rank: facts["host"] for rank, facts in joining.items()}
+        places = {rank: members.places[rank] for rank in group}
+        places |= {rank: facts["place"] for rank, facts in joining.items()}
+        proposed = {
+            "run": members.run, "number": members.number + 1, "places": places, "hosts": hosts,
+            "keeper": self.keeper if self.keeper in group else min(group),
+            "step": steps.get(source), "source": source, "behind": sorted(set(places) - {
+                rank for rank, step in steps.items() if step == steps[source]
+            }), "joined": sorted(joining), "wrong": wrong, "leader": sorted(places).index(members.me),
+            "store": [members.place[0], self._own_store.port],
+        }  # fmt: skip
+        return json.loads(json.dumps(proposed))  # as others get it
 
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
         """Where this process's workers find those of others."""
-        facts = self.run, self.rank, tuple(blocks), self.seconds, self._interface, in_rows(self._hosts)
+        hosts = in_rows([self._hosts[rank] for rank in self.members.ranks])
+        facts = self.run, self.rank, tuple(blocks), self.seconds, self._interface, hosts
         return Rendezvous(self._tcp, *facts)
 
-    def broadcast(self, content: bytes) -> bytes:
-        """Rank 0's bytes, in every process."""
-        size = torch.tensor([len(content)])
-        self._met.broadcast(size)
+    def send(self, content: bytes, ranks: Iterable[int]) -> None:
+        """Send bytes to members."""
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        positions = [self.members.ranks.index(rank) for rank in ranks]
+        for piece in (torch.tensor([len(content)]), *data.split(PIECE)):
+            self._met.wait([self._met.begin_send(piece, position) for position in positions])
+
+    def receive(self, rank: int) -> bytes:
+        """Bytes that a member sends."""
+        position, size = self.members.ranks.index(rank), torch.empty(1, dtype=torch.int64)
+        self._met.wait([self._met.begin_receive(size, position)])
         data = torch.empty(int(size), dtype=torch.uint8)
-        if content:
-            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        self._met.broadcast(data)
+        for piece in data.split(PIECE):
+            self._met.wait([self._met.begin_receive(piece, position)])
         return data.numpy().tobytes()
 
     def odd_one(self, content: bytes) -> int | None:
@@ -125,63 +282,26 @@ class World:
         return int(differing[0]) if len(differing) else None
 
     def tell(self, why: str) -> None:
-        """Let others know why this process leaves the run, before they miss it. The first reason counts."""
-        if not self._told:
-            self._told = True
+        """Before the first step: let others know why this process leaves, before they miss it."""
+        if not self.joins:
             _within(STORE_SECONDS, self._store.set, f"left/{self.rank}", why[:LONGEST])
 
-    def lost(self, error: BaseException, step: int) -> RunError:
-        """The error for a run whose connections are gone: which process left and why, or which does not answer."""
-        reasons, missing = dict[int, str](), set(range(self.size))
-        _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, reasons, missing)
-        if reasons:
-            rank = min(reasons)
-            kind = LeftError if reasons[rank].startswith(CLOSED) else RunError
-            return kind(
-                f"{self._named(rank)} left the run: {reasons[rank]}. So it has ended here in step {step}, too",
-                step=step,
-            )
-        if self.rank in missing:
-            who = f"{self._named(0)}, whose host has the store, and perhaps others"
-        else:
-            who = ", ".join(map(self._named, sorted(missing))) or "a process that is back by now"
-        return RunError(
-            f"lost {who}, in step {step}: {error}; this run has ended. Start again with the hosts that are left, or "
-            "more: with a run_dir it goes on from its newest snapshot, to the same digest",
-            step=step,
-        )
-
-    def close(self) -> None:
-        """Close what was opened for this run; the store stays. If rank 0 left early, it lets others read why."""
+    def part(self, way: str, why: str) -> None:
+        """Leave the run: say why, and close what was opened for it; the store stays."""
         if self._gloo is not None:
             self._gloo.close()
-        _within(STORE_SECONDS, self._store.set, f"gone/{self.rank}", "1")
-        if self._told and self.rank == 0:
-            _within(GRACE_SECONDS + STORE_SECONDS, self._see_off)
+        self.members.part(Farewell(way, why[:LONGEST]))
+
+    def close(self) -> None:
+        """Close what was opened for this run; the store stays."""
+        if self._gloo is not None:
+            self._gloo.close()
+        self.members.close()
 
     @property
     def _met(self) -> Gloo:
         assert self._gloo is not None  # agree() comes first
         return self._gloo
-
-    def _look_round(self, reasons: dict[int, str], missing: set[int]) -> None:
-        """Say that this process is there; note which others said the same, and why others left."""
-        self._store.set(f"here/{self.rank}", "1")
-        end = time.monotonic() + GRACE_SECONDS
-        while missing and not reasons and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
-            for rank in range(self.size):
-                if rank in missing and self._store.check([f"here/{rank}"]):
-                    missing.discard(rank)
-                if rank != self.rank and self._store.check([f"left/{rank}"]):
-                    reasons[rank] = self._store.get(f"left/{rank}").decode(errors="replace")
-
-    def _see_off(self) -> None:
-        """Wait until all others have gone, but not for long: they may have to read in the store why this run ends."""
-        end = time.monotonic() + GRACE_SECONDS
-        others = [f"gone/{rank}" for rank in range(1, self.size)]
-        while time.monotonic() < end and not self._store.check(others):
-            time.sleep(POLL_SECONDS)
 
     def _get(self, key: str, rank: int) -> bytes:
         """What a process says at the start of a run; raises if it has said that it leaves."""
@@ -192,15 +312,16 @@ class World:
                     return self._store.get(key)
                 if self._store.check([f"left/{rank}"]):
                     why = self._store.get(f"left/{rank}").decode(errors="replace")
-                    raise RunError(f"{self._named(rank)} left before this run began: {why}")
+                    raise RunError(f"{self.named(rank)} left before this run began: {why}")
                 time.sleep(POLL_SECONDS)
         raise RunError(
-            f"{self._named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
+            f"{self.named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
             "world must train the same recipe"
         )
 
-    def _named(self, rank: int) -> str:
-        return f"process {rank} on {self._names[rank]}" if self._names[rank] else f"process {rank}"
+    def named(self, rank: int) -> str:
+        """How messages call a member."""
+        return f"process {rank} on {self._names[rank]}" if rank in self._names else f"process {rank}"
 
 
 def in_rows(hosts: Sequence[str]) -> int:
@@ -209,6 +330,13 @@ def in_rows(hosts: Sequence[str]) -> int:
     rows = [hosts[first : first + len(hosts) // count] for first in range(0, len(hosts), len(hosts) // count)]
     regular = len(rows) == count and all(len(set(row)) == 1 for row in rows)
     return count if regular and len(hosts) > count else 1
+
+
+def _tried(ask: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return ask(), None
+    except BaseException as error:
+        return None, error
 
 
 def _within(seconds: float, ask: Any, *arguments: Any) -> None:
@@ -248,32 +376,42 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def opened(seconds: float) -> tuple[Any, int, int]:
-    """The store of the world that this process lives in, its rank, and how many there are.
+def surroundings() -> tuple[int, int, str, int]:
+    """The rank of this process in its world, how many there are, and the address and port of the world's store.
 
     Raises
     ------
     UsageError
-        There is no world, or its store cannot be reached by other processes.
-    RunError
-        The store did not answer.
+        There is no world.
     """
     if dist.is_initialized():
-        return c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        return dist.get_rank(), dist.get_world_size(), *address_of(c10d._get_default_store())
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"engine is 'distributed', but this is no process of a torch.distributed world ({error}); start it with "
             "torchrun, srun or the like, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
             "torch.distributed.init_process_group before"
         ) from error
+
+
+def opened(rank: int, size: int, address: str, port: int, seconds: float) -> Any:
+    """The store of the world that this process lives in.
+
+    Raises
+    ------
+    RunError
+        The store did not answer.
+    """
+    if dist.is_initialized():
+        return c10d._get_default_store()
     key = rank, size, address, port
     try:
         if key not in STORES:  # one for all runs of a process: others may still ask that of the run before
             STORES[key] = _open(*key, datetime.timedelta(seconds=seconds))
-        return STORES[key], rank, size
+        return STORES[key]
     except Exception as error:
         raise RunError(
             f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
@@ -307,11 +445,11 @@ def reached(address: str) -> Iterator[None]:
         ) from None
 
 
-def run_of(store: Any, rank: int, size: int, seconds: float) -> int:
+def run_of(store: Any, rank: int, size: int, seconds: float, look: Callable[[], object] = bool) -> int:
     """The number of the run that all processes begin now; rank 0 draws it, and answers every process that asks.
 
     What earlier processes left in the store does not matter, because no process answers there any more. (torchrun may
-    keep its store when it begins again, and count restarts differently on each host.)
+    keep its store when it begins again, and count restarts differently on each host.) ``look`` is called in all waits.
 
     Raises
     ------
@@ -324,27 +462,29 @@ def run_of(store: Any, rank: int, size: int, seconds: float) -> int:
         store.set("run", str(run))
         own = c10d.PrefixStore(str(run), store)
         for other in range(1, size):
-            own.set(f"welcome/{other}", _awaited(own, f"hello/{other}", end, other).decode())
+            own.set(f"welcome/{other}", _awaited(own, f"hello/{other}", end, other, look).decode())
         return run
     word = secrets.token_hex(8)
     while True:
-        run = int(_awaited(store, "run", end, 0))
+        run = int(_awaited(store, "run", end, 0, look))
         own = c10d.PrefixStore(str(run), store)
         own.set(f"hello/{rank}", word)
         answer = min(end, time.monotonic() + ANSWER_SECONDS)
         while time.monotonic() < answer:
             if own.check([f"welcome/{rank}"]) and own.get(f"welcome/{rank}").decode() == word:
                 return run
+            look()
             time.sleep(POLL_SECONDS)
         if answer == end:
             raise _absent(0)
 
 
-def _awaited(store: Any, key: str, end: float, rank: int) -> bytes:
+def _awaited(store: Any, key: str, end: float, rank: int, look: Callable[[], object]) -> bytes:
     """The value of ``key``, once process ``rank`` has set it."""
     while not store.check([key]):
         if time.monotonic() > end:
             raise _absent(rank)
+        look()
         time.sleep(POLL_SECONDS)
     return store.get(key)
 

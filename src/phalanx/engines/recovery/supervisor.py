@@ -19,7 +19,7 @@ from phalanx.engines.recovery.failures import FailureLog
 from phalanx.errors import LostError
 from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.fold import Placement
-from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
+from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide, judge
 from phalanx.seams.records import RunState
 from phalanx.shared.counters import BATCH, STEPS, TASK
 from phalanx.shared.memory import Memory
@@ -123,6 +123,19 @@ class Supervisor:
             self._carry_out(decision)
         self._counters.generation += self._counters.trouble
         self._counters.trouble = 0
+
+    def take_home(self) -> list[float] | None:
+        """Copy to the caller the state that workers left in the arena when they were ended; None if it is not whole.
+
+        Returns the losses with which the caller has to step its schedules.
+        """
+        verdict = judge(self._counters.progress())
+        if verdict.torn or self._placement.copies or not self._failures.portable or verdict.step < self._counters.done:
+            return None
+        self._counters.confirmed = max(self._counters.confirmed, verdict.step)
+        described = self._described(verdict.step)
+        self._mirror.get([described], saved=False)
+        return described["losses"]
 
     def repaired(self) -> bool:
         """Go back to the last finished step after an optimizer raised in mid-update; False if that is impossible."""
