@@ -8,6 +8,8 @@ import dataclasses
 import functools
 import os
 import pathlib
+import signal
+import time
 import types
 import warnings
 
@@ -715,6 +717,26 @@ def test_the_state_after_a_lost_device(fake, tmp_path):
         with pytest.raises(phalanx.RunError, match=r"cannot go on.*fake:2 failed"):
             run.finish()
     assert run.result().digest == deep_recipe(4, steps=2).train(devices="fake:0").digest
+
+
+def alone_with_a_lost_device(folder, output, target):
+    """The second worker's device is lost in step 2; then the first worker is killed."""
+    if phalanx.current_step() == 2 and str(output.device) == "fake:1":
+        (folder / "lost").touch()
+        torch.fake.lose("fake:1")
+    elif phalanx.current_step() == 2:
+        while not (folder / "lost").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return F.cross_entropy(output, target)
+
+
+@pytest.mark.timeout(120)
+def test_no_device_answers_any_more(fake, tmp_path):
+    """Whoever is left cannot hand the state over, so the run ends; it does not ask again and again."""
+    failing = deep_recipe(4, loss_fn=functools.partial(alone_with_a_lost_device, tmp_path))
+    with pytest.raises(phalanx.RunError, match=r"no worker that is left can hand over the state.*fake:1 failed"):
+        failing.train(devices=named(2))
 
 
 class Summing(nn.Linear):

@@ -258,21 +258,27 @@ class Supervisor:
             self._repair = None
 
     def _handed_over(self) -> bool:
-        """Have a survivor write the whole state to the arena, for replacements; False if another one died meanwhile."""
+        """Have a survivor write the whole state to the arena, for replacements; False if another one died meanwhile.
+
+        Raises
+        ------
+        LostError
+            None can: their devices do not answer.
+        """
         dead = set(self._failures.dead)
-        source = min(self._pool.alive)
-        self._pool.told = self._errors()  # what the task that broke off came to is no answer here
-        pack({"task": "hand_over", "source": source}, self._mailbox, reduced)
-        self._pool.grant(TASK)
-        self._pool.wait(lambda: self._counters.all_idle(self._pool.alive) or set(self._failures.dead) != dead, LONG)
-        given = [
-            message.content for message in self._pool.told if message.kind == "result" and message.worker == source
-        ]
-        self._pool.told = self._errors()
-        if not given or set(self._failures.dead) != dead:
-            return False
-        self._foreign = given[0]["foreign"]
-        return True
+        for source in self._pool.alive:
+            self._pool.told = self._errors()  # what the task that broke off came to is no answer here
+            pack({"task": "hand_over", "source": source}, self._mailbox, reduced)
+            self._pool.grant(TASK)
+            self._pool.wait(lambda: self._counters.all_idle(self._pool.alive) or set(self._failures.dead) != dead, LONG)
+            told = [message for message in self._pool.told if message.worker == source and message.kind == "result"]
+            if set(self._failures.dead) != dead:
+                return False
+            if told:
+                self._pool.told = self._errors()
+                self._foreign = told[0].content["foreign"]
+                return True
+        raise LostError(f"no worker that is left can hand over the state: {first_error(self._errors())}")
 
     def _go_back(self, kept: int, fallen: Sequence[int]) -> None:
         """Go back to the state of an earlier step: the caller's own if ``kept`` is negative, else the snapshot.
