@@ -151,7 +151,7 @@ class Beacon:
         if beat is None:
             if "bye" in thing and peer is not None:
                 peer.gone = True
-            elif thing["say"]["kind"] == "join":
+            elif thing["say"]["kind"] == "join" and (peer is None or peer.address != tuple(place)):
                 self.peers[sender] = Peer(place, now)
                 self.replaced |= {sender} & set(self.members)
             self.tell({**thing, "place": place})

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from phalanx.definition import checks
 from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
 from phalanx.definition.data import Columns, Drawn
 from phalanx.definition.described import shared
@@ -182,19 +183,22 @@ class Distributed(Changing[Processes]):
 
     def _go_on(self, error: RunError) -> None:
         """End this incarnation, and begin the next one that all members agree on."""
-        began, before, was = time.perf_counter(), self._steps, list(self._world.members.ranks)
+        began, was = time.perf_counter(), list(self._world.members.ranks)
         self.engine.break_off()
         self._whole = not self.engine.lost
         self._stuck += 1
         if self._stuck > MOST:
-            raise RunError(f"{self._stuck} times in a row no step was finished, the last time: {error}", step=before)
-        chosen, self.engine = self._entered(self._agreed())
+            raise RunError(f"{self._stuck} times in a row no step was finished, the last time: {error}", step=self._steps)
+        chosen = self._agreed()
+        lost = {rank: self._world.members.spelled(rank) for rank in was if rank in chosen["joined"] + chosen["lost"]}
+        chosen, self.engine = self._entered(chosen)
         self.workers = self._on_each * self._world.size
-        self._note(was, chosen, f"{error}; {time.perf_counter() - began:.2f} s", before)
+        self._note(chosen, lost, str(error), time.perf_counter() - began)
 
     def _agreed(self) -> dict[str, Any]:
-        between = not self.run_state.between_phases
-        told = {"step": self._steps if self._whole else None, "open": between and self.run_state.complete}
+        state = self.run_state
+        complete = state.told == self._steps - len(state.unseen) and not state.between_phases
+        told = {"step": self._steps if self._whole else None, "open": complete}
         return self._world.agree_anew(told, self._least)
 
     def _entered(self, chosen: dict[str, Any]) -> tuple[dict[str, Any], Processes]:
@@ -235,13 +239,15 @@ class Distributed(Changing[Processes]):
         with self._framework.environment:
             return self._framework.capture(copy=False)
 
-    def _note(self, was: Sequence[int], chosen: dict[str, Any], why: str, step: int) -> None:
-        """Note who was lost, who joined, or that a worker was replaced."""
-        now, seconds = self._world.members.ranks, time.perf_counter()
-        kinds = [("lost", rank) for rank in was if rank not in now or rank in chosen["joined"]]
-        kinds += [("joined", rank) for rank in chosen["joined"]]
-        for kind, rank in kinds or [("again", -1)]:
-            self.run_state.incidents.append(Incident(seconds, kind, rank, step, why))
+    def _note(self, chosen: dict[str, Any], lost: dict[int, str], error: str, pause: float) -> None:
+        """Note who was lost and who joined; or that the same members began anew, as one has lost a worker."""
+        what = [("lost", rank, why) for rank, why in lost.items()]
+        what += [("joined", rank, self._world.named(rank)) for rank in chosen["joined"]]
+        for kind, rank, why in what or [("again", -1, error)]:
+            told = f"{why}; went on after {pause:.2f} s, processes: {self._world.size}"
+            self.run_state.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], told))
+            if self.run_state.leads:
+                checks.warn(f"step {chosen['step']}: {told}")
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""

@@ -131,13 +131,14 @@ class Members:
                 f"the other members did not hear process {self.me} for {self.seconds:g} s and went on without it"
             )
         away = [rank for rank in self.ranks if rank in self.left and self.left[rank].way != DONE]
-        left = [f"process {rank} has left: {self.left[rank].why}" for rank in away]
         stopped = [f"process {sender} has stopped" for sender, _ in self._waiting]
         wanted = [f"process {rank} wants to join" for rank in self.joining if self.me == min(self.ranks)]
-        return next(iter([*left, *map(self.spelled, self._lost), *stopped, *wanted]), "")
+        return next(iter([*map(self.spelled, [*away, *self._lost]), *stopped, *wanted]), "")
 
     def spelled(self, rank: int) -> str:
         """What became of a member."""
+        if rank in self.left and self.left[rank].way == LEAVES:
+            return f"process {rank} has left: {self.left[rank].why}"
         return f"process {rank} is lost: {self._lost.get(rank, 'its process ended')}"
 
     @property
@@ -258,6 +259,8 @@ class Members:
         elif "expelled" in thing:
             self._expelled = thing["expelled"] > self.number + 1 or self._past.get(thing["expelled"]) is None
         elif "under way" in thing:
+            if "places" not in thing["under way"]:
+                return  # this process is a member already; it will be told of that
             self.under_way = {**thing["under way"], "from": sender, "place": thing["place"]}
         elif "bye" in thing:
             self.left[sender] = Farewell(**thing["bye"])

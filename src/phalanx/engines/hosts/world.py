@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +35,10 @@ from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, Se
 from phalanx.plan.membership import mutual, quorum
 from phalanx.surroundings import interrupts
 
+T = TypeVar("T")
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
-POLL_SECONDS = 0.05
+POLL_SECONDS, BRIEF_SECONDS = 0.05, 0.005
 CONNECT_SECONDS = 20.0  # until members that have agreed are connected
 PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
@@ -46,7 +47,7 @@ ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
 STORES: dict[tuple[int, int, str, int], Any] = {}
 
 
-class UnderWayError(Exception):
+class UnderWayError(PhalanxError):
     """A run is under way that this process can join; never leaves this module."""
 
 
@@ -82,7 +83,8 @@ class World:
         self._gloo: Gloo | None = None
         self._names = dict[int, str]()
         try:
-            base = self._unless_under_way(functools.partial(opened, self.rank, self.size, address, port, self.seconds))
+            facts = self.rank, self.size, address, port, self.seconds
+            base = apart(functools.partial(opened, *facts), self._look)
             self._tcp = address_of(base)
             store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
             with reached(self._tcp[0]):
@@ -189,19 +191,6 @@ class World:
             )
         return chosen
 
-    def _unless_under_way(self, ask: Callable[[], Any]) -> Any:
-        """Ask in a thread of its own, as torch may wait long, unless there is a run to join."""
-        answers: list[Any] = []
-        thread = threading.Thread(target=lambda: answers.append(_tried(ask)), daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(POLL_SECONDS)
-            self._look()
-        answer, error = answers[0]
-        if error is not None:
-            raise error
-        return answer
-
     def _look(self) -> None:
         interrupts.check()
         self.members.news()
@@ -216,7 +205,8 @@ class World:
         if self._gloo is not None:
             self._gloo.close()
         store = c10d.PrefixStore("callers", self._store)
-        self._gloo = Gloo(store, self.rank, self.size, seconds, self._interface, self.check)
+        facts = store, self.rank, self.size, seconds, self._interface, self.check
+        self._gloo = apart(functools.partial(Gloo, *facts), self.check)
 
     def check(self) -> None:
         """Raise a SeveredError if this incarnation has to end."""
@@ -246,7 +236,7 @@ class World:
             "keeper": self.keeper if self.keeper in group else min(group),
             "step": steps.get(source), "source": source, "behind": sorted(set(places) - {
                 rank for rank, step in steps.items() if step == steps[source]
-            }), "joined": sorted(joining), "wrong": wrong, "leader": sorted(places).index(members.me),
+            }), "joined": sorted(joining), "lost": sorted({*members.ranks} - {*group}), "wrong": wrong, "leader": sorted(places).index(members.me),
             "store": [members.place[0], self._own_store.port],
         }  # fmt: skip
         return json.loads(json.dumps(proposed))  # as others get it
@@ -330,6 +320,20 @@ def in_rows(hosts: Sequence[str]) -> int:
     rows = [hosts[first : first + len(hosts) // count] for first in range(0, len(hosts), len(hosts) // count)]
     regular = len(rows) == count and all(len(set(row)) == 1 for row in rows)
     return count if regular and len(hosts) > count else 1
+
+
+def apart(ask: Callable[[], T], check: Callable[[], object]) -> T:
+    """Ask torch in a thread of its own, as it may wait long; ``check`` is called meanwhile, and ends that if it raises."""
+    answers: list[tuple[Any, BaseException | None]] = []
+    thread = threading.Thread(target=lambda: answers.append(_tried(ask)), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(BRIEF_SECONDS)
+        check()
+    answer, error = answers[0]
+    if error is not None:
+        raise error
+    return answer
 
 
 def _tried(ask: Callable[[], Any]) -> tuple[Any, BaseException | None]:
