@@ -30,7 +30,7 @@ class Peer:
 
     def __init__(self, address, now):
         self.address, self.last, self.hears, self.refused, self.gone = tuple(address), now, None, 0, False
-        self.socket = None
+        self.socket = self.id = None
 
     def send(self, data):
         """Send a datagram; a host that has no such port any more says so with the next one."""
@@ -66,7 +66,7 @@ class Beacon:
     def __init__(self, pipe, air, facts):
         self.pipe, self.air, self.me, self.seconds = pipe, air, facts["me"], facts["seconds"]
         self.key, self.port = bytes.fromhex(facts["key"]), facts["port"]
-        self.every = self.seconds / BEATS
+        self.every, self.id = self.seconds / BEATS, os.getpid()
         self.parent = os.getppid()
         self.peers, self.members, self.run = {}, [], {}  # run: what beats say of it: its number, and the incarnation's
         self.last_word = {"why": "its process ended", "way": "ended"}
@@ -113,8 +113,9 @@ class Beacon:
         now = time.monotonic()
         for rank, address in order["peers"].items():
             known = self.peers.get(int(rank))
-            if known is None or known.address != tuple(address):
-                self.peers[int(rank)] = Peer(address, now)
+            if known is None or known.address != tuple(address) or int(rank) not in (*self.members, self.me):
+                self.peers[int(rank)] = new = Peer(address, now)
+                new.id = known.id if known else None
         self.members = [rank for rank in order["members"] if rank != self.me]
         self.run, self.told, self.next, self.replaced = order["run"], None, now, set()
 
@@ -129,7 +130,7 @@ class Beacon:
 
     def say(self, ranks, thing):
         """Send something to some processes."""
-        body = json.dumps({**thing, "from": self.me, "port": self.port}).encode()
+        body = json.dumps({**thing, "from": self.me, "id": self.id, "port": self.port}).encode()
         data = hmac.digest(self.key, body, hashlib.sha256) + body
         for rank in ranks if len(data) <= MOST_BYTES else ():
             if rank in self.peers:
@@ -151,8 +152,9 @@ class Beacon:
         if beat is None:
             if "bye" in thing and peer is not None:
                 peer.gone = True
-            elif thing["say"]["kind"] == "join" and (peer is None or peer.address != tuple(place)):
-                self.peers[sender] = Peer(place, now)
+            elif thing["say"]["kind"] == "join" and (peer is None or thing["id"] != peer.id):
+                self.peers[sender] = peer = Peer(place, now)
+                peer.id = thing["id"]
                 self.replaced |= {sender} & set(self.members)
             self.tell({**thing, "place": place})
         elif not self.run:
@@ -161,7 +163,7 @@ class Beacon:
             if beat["number"] > self.run["number"] and self.me not in beat["members"]:
                 self.tell({"expelled": beat["number"]})
             if peer is not None and sender in self.members:
-                peer.last, peer.hears, peer.refused = now, beat["hears"], 0
+                peer.last, peer.hears, peer.refused, peer.id = now, beat["hears"], 0, thing["id"]
 
     def alive(self, now, *, heard=False):
         """The members that live: each is heard, and hears this one. ``heard``: those that are heard."""
