@@ -105,7 +105,7 @@ class Members:
         self.run, self.number, self.ranks = run, number, sorted(places)
         self.places |= places
         self.alive = [rank for rank in self.ranks if rank != self.me]
-        self.joining, self._lost = {}, {}
+        self.joining, self._lost, self._waiting = {}, {}, []
         facts = {"run": run, "number": number, "members": self.ranks}
         self._tell({"peers": self.places, "members": self.ranks, "run": facts})
 
