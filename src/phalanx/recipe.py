@@ -172,7 +172,11 @@ class Recipe(Definition):
         deadline_seconds : float or "auto"
             A worker process that does nothing for longer counts as hung: it is killed and replaced. "auto": 20 usual
             steps, at least a minute (10 minutes before the first step is done); never under a debugger. Over several
-            hosts: how long to wait for another process, 120 s by default; then the run ends (``docs/hosts.md``).
+            hosts: how long to wait for a process that lives, 120 s by default (``docs/hosts.md``).
+        lost_after : float
+            Over several hosts: seconds after which a process that is not heard is lost. The others go on without it.
+        min_hosts : int
+            With how many processes it is worth while to go on. Fewer save, and end with a ``PeersLostError``.
         run_dir : str or path, optional
             Where snapshots and a log of events are kept. The same call again goes on from the newest good snapshot, to
             the same digest, with any number of workers. SIGTERM then saves and raises ``Preempted``.
@@ -211,6 +215,8 @@ class Recipe(Definition):
         SnapshotError
             No snapshot in ``run_dir``, or that to begin from, can be used; or ``on_snapshot_error`` is "stop", and one
             could not be written.
+        PeersLostError
+            So many processes were lost that this one may not go on.
         LeftError
             Another process of a torch.distributed world ended the run early.
         Preempted

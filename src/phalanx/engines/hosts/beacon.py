@@ -1,11 +1,13 @@
-"""A small process beside each member of a run over several hosts: it says that the member lives, and hears the others.
+"""A small process beside each member of a run over several hosts: it says that the member lives, and hears others.
 
-It is a process of its own, since user code may keep the interpreter's lock for as long as it likes. It looks whether its
-parent is stopped or gone: a stopped parent is silent, too. It uses the standard library alone, so that it starts in
+It is a process of its own, since user code may keep the interpreter's lock for as long as it likes. It looks whether
+its parent is stopped or gone: a stopped parent is silent, too. It uses the standard library alone, so that it starts in
 some milliseconds. Datagrams are JSON behind a MAC; what is lost is said again with the next beat.
 
 Two members are connected while each hears the other. So a link that is cut in one direction is cut.
 """
+
+from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -16,6 +18,8 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 MAC_BYTES = 32
 MOST_BYTES = 60_000  # of a datagram
@@ -28,11 +32,13 @@ REFUSED = 2  # datagrams in a row that a host refuses: nobody listens there any 
 class Peer:
     """Another process: where it is, and what was heard of it."""
 
-    def __init__(self, address, now):
-        self.address, self.last, self.hears, self.refused, self.gone = tuple(address), now, None, 0, False
-        self.socket = self.id = None
+    def __init__(self, address: Sequence[Any], now: float) -> None:
+        self.address, self.last, self.refused, self.gone = tuple(address), now, 0, False
+        self.hears: list[int] | None = None
+        self.id: int | None = None
+        self.socket: socket.socket | None = None
 
-    def send(self, data):
+    def send(self, data: bytes) -> None:
         """Send a datagram; a host that has no such port any more says so with the next one."""
         try:
             if self.socket is None:
@@ -46,7 +52,7 @@ class Peer:
         except OSError:  # no route, or no name; it is silent then
             self.close()
 
-    def close(self):
+    def close(self) -> None:
         """Open a new socket for the next datagram: an address may have become another host's."""
         if self.socket is not None:
             self.socket.close()
@@ -63,17 +69,20 @@ class Beacon:
         me, key, port (where others reach ``air``), seconds (after which a silent member is lost).
     """
 
-    def __init__(self, pipe, air, facts):
+    def __init__(self, pipe: socket.socket, air: socket.socket, facts: dict[str, Any]) -> None:
         self.pipe, self.air, self.me, self.seconds = pipe, air, facts["me"], facts["seconds"]
         self.key, self.port = bytes.fromhex(facts["key"]), facts["port"]
         self.every, self.id = self.seconds / BEATS, os.getpid()
         self.parent = os.getppid()
-        self.peers, self.members, self.run = {}, [], {}  # run: what beats say of it: its number, and the incarnation's
+        self.peers: dict[int, Peer] = {}
+        self.members: list[int] = []
+        self.run: dict[str, Any] = {}  # what beats say of it: its number, that of the incarnation, and its members
         self.last_word = {"why": "its process ended", "way": "ended"}
-        self.told, self.replaced = None, set()  # replaced: members whose rank has a new process, which wants to join
+        self.told: list[int] | None = None
+        self.replaced: set[int] = set()  # members whose rank has a new process, which wants to join
         self.next = self.seen = time.monotonic()
 
-    def serve(self):
+    def serve(self) -> None:
         """Go on until the parent ends, or wants that."""
         while os.getppid() == self.parent:
             wait = max(0.0, self.next - time.monotonic())
@@ -96,10 +105,10 @@ class Beacon:
             self.say(self.members, {"bye": self.last_word})
             time.sleep(FAREWELL_SECONDS)
 
-    def obey(self):
+    def obey(self) -> bool:
         """Do what the parent wants; returns whether it is still there."""
         data = self.pipe.recv(1 << 16)
-        order = json.loads(data) if data else {"bye": self.last_word}
+        order: dict[str, Any] = json.loads(data) if data else {"bye": self.last_word}
         if "say" in order:
             self.say(order["to"], {"say": order["say"]})
         elif "bye" in order:
@@ -108,7 +117,7 @@ class Beacon:
             self.become(order)
         return "bye" not in order
 
-    def become(self, order):
+    def become(self, order: dict[str, Any]) -> None:
         """Take part in an incarnation, or know where processes are."""
         now = time.monotonic()
         for rank, address in order["peers"].items():
@@ -119,7 +128,7 @@ class Beacon:
         self.members = [rank for rank in order["members"] if rank != self.me]
         self.run, self.told, self.next, self.replaced = order["run"], None, now, set()
 
-    def beat(self):
+    def beat(self) -> None:
         """Say that this member lives, and whom it hears; tell others that a run is under way, and where."""
         alive = self.alive(time.monotonic(), heard=True)
         self.say(self.members, {"beat": {**self.run, "hears": alive}})
@@ -128,7 +137,7 @@ class Beacon:
             places = {rank: self.peers[rank].address for rank in self.members}
             self.say(strangers, {"beat": {**self.run, "hears": alive, "places": places}})
 
-    def say(self, ranks, thing):
+    def say(self, ranks: Iterable[int], thing: dict[str, Any]) -> None:
         """Send something to some processes."""
         body = json.dumps({**thing, "from": self.me, "id": self.id, "port": self.port}).encode()
         data = hmac.digest(self.key, body, hashlib.sha256) + body
@@ -136,7 +145,7 @@ class Beacon:
             if rank in self.peers:
                 self.peers[rank].send(data)
 
-    def listen(self, now):
+    def listen(self, now: float) -> None:
         """Read what has come."""
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -145,7 +154,7 @@ class Beacon:
                 if hmac.compare_digest(mac, hmac.digest(self.key, body, hashlib.sha256)):
                     self.hear(json.loads(body), address, now)
 
-    def hear(self, thing, address, now):
+    def hear(self, thing: dict[str, Any], address: Sequence[Any], now: float) -> None:
         """Note who lives, and pass on what the parent has to know."""
         sender, place = thing["from"], [address[0], thing["port"]]
         peer, beat = self.peers.get(sender), thing.get("beat")
@@ -165,7 +174,7 @@ class Beacon:
             if peer is not None and sender in self.members:
                 peer.last, peer.hears, peer.refused, peer.id = now, beat["hears"], 0, thing["id"]
 
-    def alive(self, now, *, heard=False):
+    def alive(self, now: float, *, heard: bool = False) -> list[int]:
         """The members that live: each is heard, and hears this one. ``heard``: those that are heard."""
         return [
             rank
@@ -175,11 +184,11 @@ class Beacon:
             and (heard or peer.hears is None or self.me in peer.hears)
         ]
 
-    def ended(self, rank):
+    def ended(self, rank: int) -> bool:
         """Whether the process that was this member is known to be gone."""
         return rank in self.replaced or self.peers[rank].gone or self.peers[rank].refused >= REFUSED
 
-    def tell_who_lives(self, now):
+    def tell_who_lives(self, now: float) -> None:
         """Tell the parent who lives, if that has changed."""
         alive = self.alive(now)
         if self.run and alive != self.told:
@@ -191,7 +200,7 @@ class Beacon:
             if self.tell({"alive": alive, "lost": lost}):
                 self.told = alive
 
-    def tell(self, thing):
+    def tell(self, thing: dict[str, Any]) -> bool:
         """Tell the parent something; returns whether that went. While it does not read, what is too much is dropped."""
         try:
             self.pipe.send(json.dumps(thing).encode(), socket.MSG_DONTWAIT)
@@ -200,7 +209,7 @@ class Beacon:
         return True
 
 
-def stopped(pid):
+def stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")

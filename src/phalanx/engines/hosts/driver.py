@@ -9,15 +9,14 @@ who has not got it, and start workers again. What was computed of a step that no
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from phalanx.definition import checks
 from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
+from phalanx.definition import checks
 from phalanx.definition.data import Columns, Drawn
 from phalanx.definition.described import shared
 from phalanx.definition.evaluation import Metrics
@@ -31,7 +30,6 @@ from phalanx.engines.processes.starter import WARM
 from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import LostError, PeersLostError, RunError, SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
-from phalanx.plan import Rounds
 from phalanx.plan.fold import hosts
 from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Framework
@@ -45,7 +43,7 @@ KEPT = 4  # reports that a member may lack which is one step behind
 
 
 class Distributed(Changing[Processes]):
-    """Implements ``seams.Engine`` for one process of a torch.distributed world, by an engine of this host after another.
+    """Implements ``seams.Engine`` for one process of a torch.distributed world, by an engine for each incarnation.
 
     Parameters
     ----------
@@ -188,7 +186,9 @@ class Distributed(Changing[Processes]):
         self._whole = not self.engine.lost
         self._stuck += 1
         if self._stuck > MOST:
-            raise RunError(f"{self._stuck} times in a row no step was finished, the last time: {error}", step=self._steps)
+            raise RunError(
+                f"{self._stuck} times in a row no step was finished, the last time: {error}", step=self._steps
+            )
         chosen = self._agreed()
         lost = {rank: self._world.members.spelled(rank) for rank in was if rank in chosen["joined"] + chosen["lost"]}
         chosen, self.engine = self._entered(chosen)
@@ -215,7 +215,9 @@ class Distributed(Changing[Processes]):
         """Have the whole state here: give it to members that have not got it, or take it from the one that has."""
         me, state = self._world.members.me, self.run_state
         if me == chosen["source"] and chosen["behind"]:
-            reports = [report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *state.unseen)]
+            reports = [
+                report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *state.unseen)
+            ]
             more = {"reports": [report._asdict() for report in reports], "told": self._steps - len(state.unseen)}
             content = _sent(self._captured(), state, {**state.callbacks, **state.states()}, **more)
             self._world.send(content, chosen["behind"])
@@ -303,7 +305,9 @@ def open_distributed(
         world.tell(f"{type(error).__name__}: {error}")
         world.part(FAILED, f"{type(error).__name__}: {error}")
         if isinstance(error, SeveredError):
-            raise RunError(f"another process was lost before the first step: {error}; start all of them again") from None
+            raise RunError(
+                f"another process was lost before the first step: {error}; start all of them again"
+            ) from None
         raise
 
 

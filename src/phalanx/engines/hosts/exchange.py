@@ -21,7 +21,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.engines.hosts.gloo import TCP, Gloo
-from phalanx.errors import CorruptionError
+from phalanx.errors import CorruptionError, RunError
 from phalanx.plan.fold import Node, added, remaining
 from phalanx.seams.records import Part, packed
 
@@ -259,7 +259,7 @@ class Across:
                 else:
                     message += "; they do not do the same run: start all of them again"
                 self._gloo.close()
-                raise CorruptionError(message, step=int(mine[1]))
+                raise (CorruptionError if name == "weights" else RunError)(message, step=int(mine[1]))
 
     def _dealt(self, layout: Layout, summands: Callable[[int], Sequence[Summands]]) -> list[Piece]:
         """Pack this host's partial sums, a row per node, and send each piece as soon as it is whole."""

@@ -122,7 +122,7 @@ def _short(error: Exception) -> str:
 
 
 def own_address(address: str) -> str:
-    """This host's address on the way to another."""
+    """The address of this host on the way to another."""
     with contextlib.suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -13,24 +13,22 @@ import functools
 import json
 import os
 import pathlib
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, own_address, towards
 from phalanx.engines.hosts.members import CLOSED, Farewell, Members
+from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, surroundings
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
 from phalanx.plan.membership import mutual, quorum
 from phalanx.surroundings import interrupts
@@ -38,13 +36,11 @@ from phalanx.surroundings import interrupts
 T = TypeVar("T")
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
-POLL_SECONDS, BRIEF_SECONDS = 0.05, 0.005
+BRIEF_SECONDS = 0.005
 CONNECT_SECONDS = 20.0  # until members that have agreed are connected
 PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
 RUNS = [0]  # begun in this process; the same number in all processes
-ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
-STORES: dict[tuple[int, int, str, int], Any] = {}
 
 
 class UnderWayError(PhalanxError):
@@ -216,29 +212,35 @@ class World:
 
     def _proposed(self, least: int, stopped: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
         """The next incarnation, as this member would have it, from what those tell that have stopped."""
-        members, known = self.members, {rank: facts["hears"] for rank, facts in stopped.items()}
-        group = mutual({rank: [other for other in hears if other in known] for rank, hears in known.items()}, members.me)
-        steps = {rank: stopped[rank]["step"] for rank in group if stopped[rank]["step"] is not None}
+        members = self.members
+        hears = {rank: set(facts["hears"]) & stopped.keys() for rank, facts in stopped.items()}
+        group = mutual(hears, members.me)
         if not quorum(members.ranks, group):
             return None
+        steps = {rank: stopped[rank]["step"] for rank in group if stopped[rank]["step"] is not None}
         source = min(steps, key=lambda rank: (-steps[rank], rank), default=-1)
-        joining = dict(members.joining) if steps and stopped[source]["open"] else {}
-        joining = {rank: facts for rank, facts in joining.items() if rank not in group}
+        able = bool(steps) and stopped[source]["open"]
+        joining = {rank: facts for rank, facts in members.joining.items() if able and rank not in group}
         wrong = "" if steps else "no member has the state of a whole step any more; start again"
         if len(group) + len(joining) < least:
             wrong = f"min_hosts is {least}, and {len(group)} members are left; start again when there are more"
         self._own_store = TCP(members.place[0], 0, is_master=True, wait_for_workers=False)
-        hosts = {rank: self._hosts[rank] for rank in group} | {rank: facts["host"] for rank, facts in joining.items()}
-        places = {rank: members.places[rank] for rank in group}
-        places |= {rank: facts["place"] for rank, facts in joining.items()}
+        everybody = sorted([*group, *joining])
         proposed = {
-            "run": members.run, "number": members.number + 1, "places": places, "hosts": hosts,
+            "run": members.run,
+            "number": members.number + 1,
+            "places": {rank: joining[rank]["place"] if rank in joining else members.places[rank] for rank in everybody},
+            "hosts": {rank: joining[rank]["host"] if rank in joining else self._hosts[rank] for rank in everybody},
             "keeper": self.keeper if self.keeper in group else min(group),
-            "step": steps.get(source), "source": source, "behind": sorted(set(places) - {
-                rank for rank, step in steps.items() if step == steps[source]
-            }), "joined": sorted(joining), "lost": sorted({*members.ranks} - {*group}), "wrong": wrong, "leader": sorted(places).index(members.me),
+            "step": steps.get(source),
+            "source": source,
+            "behind": [rank for rank in everybody if steps.get(rank) != steps.get(source)],
+            "joined": sorted(joining),
+            "lost": sorted(set(members.ranks) - set(group)),
+            "wrong": wrong,
+            "leader": everybody.index(members.me),
             "store": [members.place[0], self._own_store.port],
-        }  # fmt: skip
+        }
         return json.loads(json.dumps(proposed))  # as others get it
 
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
@@ -323,7 +325,7 @@ def in_rows(hosts: Sequence[str]) -> int:
 
 
 def apart(ask: Callable[[], T], check: Callable[[], object]) -> T:
-    """Ask torch in a thread of its own, as it may wait long; ``check`` is called meanwhile, and ends that if it raises."""
+    """Ask torch in a thread of its own, as it may wait long; ``check`` is called meanwhile, and may raise."""
     answers: list[tuple[Any, BaseException | None]] = []
     thread = threading.Thread(target=lambda: answers.append(_tried(ask)), daemon=True)
     thread.start()
@@ -378,154 +380,3 @@ def _host() -> str:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
-
-
-def surroundings() -> tuple[int, int, str, int]:
-    """The rank of this process in its world, how many there are, and the address and port of the world's store.
-
-    Raises
-    ------
-    UsageError
-        There is no world.
-    """
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), *address_of(c10d._get_default_store())
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"engine is 'distributed', but this is no process of a torch.distributed world ({error}); start it with "
-            "torchrun, srun or the like, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
-            "torch.distributed.init_process_group before"
-        ) from error
-
-
-def opened(rank: int, size: int, address: str, port: int, seconds: float) -> Any:
-    """The store of the world that this process lives in.
-
-    Raises
-    ------
-    RunError
-        The store did not answer.
-    """
-    if dist.is_initialized():
-        return c10d._get_default_store()
-    key = rank, size, address, port
-    try:
-        if key not in STORES:  # one for all runs of a process: others may still ask that of the run before
-            STORES[key] = _open(*key, datetime.timedelta(seconds=seconds))
-        return STORES[key]
-    except Exception as error:
-        raise RunError(
-            f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
-            "start all of them, and let them reach MASTER_ADDR and MASTER_PORT"
-        ) from error
-
-
-def address_of(store: Any) -> tuple[str, int]:
-    """Where other processes reach the TCP store behind prefixes."""
-    bare = _bare(store)
-    if not isinstance(bare, TCP):
-        raise UsageError(
-            f"torch.distributed was initialised with a {type(bare).__name__}, which worker processes cannot reach; "
-            "initialise it by env:// or tcp://, as torchrun does"
-        )
-    return bare.host, bare.port
-
-
-@contextlib.contextmanager
-def reached(address: str) -> Iterator[None]:
-    """Inside, an error of torch means that the store is gone."""
-    try:
-        yield
-    except PhalanxError:
-        raise
-    except Exception as error:
-        raise RunError(
-            f"the store at {address}, which the host of process 0 has, cannot be reached any more ({error}): process 0 "
-            "has ended, or its host is lost. Start all processes again: with a run_dir the run goes on from its newest "
-            "snapshot, to the same digest"
-        ) from None
-
-
-def run_of(store: Any, rank: int, size: int, seconds: float, look: Callable[[], object] = bool) -> int:
-    """The number of the run that all processes begin now; rank 0 draws it, and answers every process that asks.
-
-    What earlier processes left in the store does not matter, because no process answers there any more. (torchrun may
-    keep its store when it begins again, and count restarts differently on each host.) ``look`` is called in all waits.
-
-    Raises
-    ------
-    RunError
-        Rank 0, or a process that should have asked, did not come.
-    """
-    end = time.monotonic() + seconds
-    if rank == 0:
-        run = secrets.randbits(62)
-        store.set("run", str(run))
-        own = c10d.PrefixStore(str(run), store)
-        for other in range(1, size):
-            own.set(f"welcome/{other}", _awaited(own, f"hello/{other}", end, other, look).decode())
-        return run
-    word = secrets.token_hex(8)
-    while True:
-        run = int(_awaited(store, "run", end, 0, look))
-        own = c10d.PrefixStore(str(run), store)
-        own.set(f"hello/{rank}", word)
-        answer = min(end, time.monotonic() + ANSWER_SECONDS)
-        while time.monotonic() < answer:
-            if own.check([f"welcome/{rank}"]) and own.get(f"welcome/{rank}").decode() == word:
-                return run
-            look()
-            time.sleep(POLL_SECONDS)
-        if answer == end:
-            raise _absent(0)
-
-
-def _awaited(store: Any, key: str, end: float, rank: int, look: Callable[[], object]) -> bytes:
-    """The value of ``key``, once process ``rank`` has set it."""
-    while not store.check([key]):
-        if time.monotonic() > end:
-            raise _absent(rank)
-        look()
-        time.sleep(POLL_SECONDS)
-    return store.get(key)
-
-
-def _absent(rank: int) -> PhalanxError:
-    return RunError(
-        f"process {rank} did not come to this run in time; start all processes of the world, and let them train the "
-        "same recipe"
-    )
-
-
-def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listening = _listening(address, port)
-        options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
-        # libuv's store in torch 2.6 takes no socket that listens.
-        options["use_libuv"] = not torch.__version__.startswith("2.6.")
-        store = TCP(address, port, size, is_master=True, **options)
-    else:
-        store = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
-    return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
-
-
-def _listening(address: str, port: int) -> int | None:
-    """A descriptor that listens on this address only; None where it is not one of this host's own."""
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(sockaddr)
-            listener.listen()
-            return os.dup(listener.fileno())
-    return None
-
-
-def _bare(store: Any) -> Any:
-    """A store without prefixes: torchrun's has the number of restarts, which hosts may count differently."""
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
-    return store

@@ -220,7 +220,7 @@ class Processes:
         ``lost`` says whether there is none: a worker ended in its update, or kept a part of the state to itself.
         """
         if self.closed:
-            return
+            return None
         self.ended, self.lost = "", False
         with interrupts.held():
             patience = BREAK_SECONDS if self._failures.portable and not self._copies else self._deadline.seconds
