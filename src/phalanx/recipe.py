@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.checkpoint.resume import ANYWAY, ResumeState
@@ -20,6 +22,7 @@ from phalanx.run.observers import shown, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
+from phalanx.seams import Observer
 from phalanx.surroundings import interrupts, sources
 from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.turns import Turns
@@ -281,7 +284,8 @@ class Recipe(Definition):
         functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
         kept_in, audit = settled.run_dir, Audit(settled.audit, self.seed) if settled.audit else None
         world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, audit)
-        if world is not None and (world.joins or world.rank > 0):  # the first process reports and saves
+        own = SimpleNamespace(**vars(settled))
+        if world is not None and (world.joins or world.rank > 0):  # one process reports and saves
             everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
             vars(settled).update(run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
         with contextlib.ExitStack() as undo:
@@ -305,13 +309,32 @@ class Recipe(Definition):
                 checks.warn(AHEAD.format(settled.readers))
             supply = self.stream and supplied(self, engine.run_state, engine.reading, bar, anyway=anyway)
             undo.callback(supply.close if supply else bool)
-            loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting)
+            facts = self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting
+            later = functools.partial(self._succeed, own, engine, turn, called, lambda: run)
+            loop = Loop(*facts, None if settled.callbacks is own.callbacks else later)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted, kept_in)
             for observer in observers:
                 observer.begin(engine, run)
                 undo.callback(observer.end)
             undo.pop_all()
         return run
+
+    def _succeed(self, own: Any, engine: Any, turn: Turns, called: float, run: Callable[[], Run]) -> list[Observer]:
+        """What this process does once it reports and saves in place of another that fell."""
+        beside, stop = (*own.evaluation, *own.callbacks), own.on_snapshot_error == "stop"
+        only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
+        observers = watching(own.progress, only, self, turn, stop=stop, called=called)
+        try:
+            past = ResumeState(self, own.run_dir, True, own.keep_snapshots, None, beside)
+            past.take_over(engine)
+            keeping = past.observers(own.snapshot_every, stop=stop, chain=own.chain)
+            observers += keeping
+            run().save_by(keeping[-1] if keeping else None)
+        except UsageError as error:
+            checks.warn(f"this process saves in place of another that fell, but nothing is saved: {error}")
+        for observer in observers:
+            observer.begin(engine, run())
+        return observers
 
     def _predicted(self, model: Any, weights: Any, data: Any, batch_size: int, forward_fn: Any) -> Any:
         """Outputs of a trained model, in this process."""

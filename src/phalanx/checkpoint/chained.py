@@ -73,7 +73,10 @@ class Chained(Observer):
             pairs = (
                 len(self._definition.rounds.every) * self._definition.replicas + len(self._definition.phases or ()) * 3
             )
-            self._chain = ChainFile(self._directory.root / CHAIN, done, pairs)
+            missed = missing(self._directory.root / CHAIN, engine)
+            self._chain = ChainFile(self._directory.root / CHAIN, done - len(missed), pairs)
+            for report in missed:
+                self._chain.add(fields_of(report, self._definition, ""))
             if engine.run_state.resumed_from is None:  # else this run may be refused yet
                 self._chain.cut()
         except OSError as error:
@@ -253,6 +256,14 @@ def leaves_of(captured: Captured) -> dict[str, str]:
 
 
 _HERE: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
+
+
+def missing(path: pathlib.Path, engine: Engine) -> list[StepReport]:
+    """The newest steps, as far as the chain lacks them: who kept it fell before it had added them."""
+    kept = engine.run_state.kept
+    with contextlib.suppress(SnapshotError), Links(path) as links:
+        return [report for report in kept if report.step >= len(links) >= kept[0].step]
+    return []
 
 
 def remember(path: pathlib.Path, definition: Definition) -> None:

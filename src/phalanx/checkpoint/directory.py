@@ -129,7 +129,7 @@ class EventLog(Observer):
         """Note how the run begins."""
         self._run_state = engine.run_state
         facts = {"step": self._run_state.steps, "workers": engine.workers, "pid": os.getpid()}
-        if engine.run_state.resumed_from is None:
+        if engine.run_state.resumed_from is None and not self._run_state.steps:
             self._directory.note("start", **facts)
         else:
             self._begun = facts

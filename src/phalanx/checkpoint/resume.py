@@ -117,6 +117,12 @@ class ResumeState:
             gradients=self._gradients, averaging=self._averaging,
         )  # fmt: skip
 
+    def take_over(self, engine: Engine) -> None:
+        """Keep the directory from here on, in place of a process that fell."""
+        captured = engine.capture()
+        self._recipe["made"] = made(captured)
+        captured.release()
+
     def check(self, engine: Engine) -> None:
         """Refuse a recipe whose next step differs from the earlier run's, as far as one replica of it shows.
 

@@ -13,6 +13,7 @@ from phalanx.definition.data import Share
 from phalanx.plan import Audit, Rounds
 from phalanx.plan.lifecycle import MOST
 
+MOST_KEPT = 1024  # as many steps as workers may be ahead of a process
 Vector = list[Any]
 Measurement = Callable[[], list[Any]]  # waits for metrics over a chunk of samples: what each read
 Weights = Mapping[str, Any]  # values of parameters by name
@@ -345,6 +346,8 @@ class RunState:
         How many updates observers were told of, after all that completes a step.
     unseen : deque of StepReport
         Updates that were done while nobody waited for them.
+    kept : deque of StepReport
+        The newest steps, where this process may have to report them in place of another.
     leads : bool
         Whether this process reports and saves; false in all but one of several.
     leaving : str
@@ -372,6 +375,7 @@ class RunState:
     max_failures: int = MOST
     told: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
+    kept: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=MOST_KEPT))
     leads: bool = True
     leaving: str = ""
 

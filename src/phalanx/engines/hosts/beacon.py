@@ -197,7 +197,8 @@ class Beacon:
                 for rank, peer in self.peers.items()
                 if rank in self.members and rank not in alive
             }
-            if self.tell({"alive": alive, "lost": lost}):
+            ended = [rank for rank in lost if self.ended(rank)]
+            if self.tell({"alive": alive, "lost": lost, "ended": ended}):
                 self.told = alive
 
     def tell(self, thing: dict[str, Any]) -> bool:

@@ -85,6 +85,7 @@ class Members:
         self.under_way: dict[str, Any] | None = None
         self.facts, self.refused = "", False
         self._lost: dict[int, str] = {}
+        self._ended: set[int] = set()  # those of them that will not come back
         self._waiting: list[tuple[int, Message]] = []
         self._past: dict[int, Any] = {}
         self._expelled = False
@@ -105,7 +106,7 @@ class Members:
         self.run, self.number, self.ranks = run, number, sorted(places)
         self.places |= places
         self.alive = [rank for rank in self.ranks if rank != self.me]
-        self.joining, self._lost, self._waiting = {}, {}, []
+        self.joining, self._lost, self._ended, self._waiting = {}, {}, set(), []
         facts = {"run": run, "number": number, "members": self.ranks}
         self._tell({"peers": self.places, "members": self.ranks, "run": facts})
 
@@ -171,7 +172,7 @@ class Members:
             now = time.monotonic()
             late = self.alive if now - began < patience else [rank for rank in self.alive if rank in agreement.stopped]
             since = now if quorum(self.ranks, [self.me, *late]) else since
-            if now - since > self.seconds:
+            if now - since > self.seconds or not quorum(self.ranks, set(self.ranks) - self._ended):
                 lost = "; ".join(map(self.spelled, self._lost)) or "members do not answer"
                 raise PeersLostError(
                     f"{lost}. Of {len(self.ranks)} members only a majority goes on, or the half with the lowest"
@@ -255,6 +256,7 @@ class Members:
         sender = thing.get("from", -1)
         if "alive" in thing:
             self.alive, lost = thing["alive"], {int(rank): why for rank, why in thing["lost"].items()}
+            self._ended = set(thing["ended"])
             self._lost = {rank: why for rank, why in lost.items() if rank not in self.done | self.left.keys()}
         elif "expelled" in thing:
             self._expelled = thing["expelled"] > self.number + 1 or self._past.get(thing["expelled"]) is None
