@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of, records
+from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of, missing, records
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.saver import Pacing
 from phalanx.checkpoint.snapshot import tensors_of
@@ -73,7 +73,7 @@ class Chained(Observer):
             pairs = (
                 len(self._definition.rounds.every) * self._definition.replicas + len(self._definition.phases or ()) * 3
             )
-            missed = missing(self._directory.root / CHAIN, engine)
+            missed = missing(self._directory.root / CHAIN, engine.run_state.kept)
             self._chain = ChainFile(self._directory.root / CHAIN, done - len(missed), pairs)
             for report in missed:
                 self._chain.add(fields_of(report, self._definition, ""))
@@ -256,14 +256,6 @@ def leaves_of(captured: Captured) -> dict[str, str]:
 
 
 _HERE: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()
-
-
-def missing(path: pathlib.Path, engine: Engine) -> list[StepReport]:
-    """The newest steps, as far as the chain lacks them: who kept it fell before it had added them."""
-    kept = engine.run_state.kept
-    with contextlib.suppress(SnapshotError), Links(path) as links:
-        return [report for report in kept if report.step >= len(links) >= kept[0].step]
-    return []
 
 
 def remember(path: pathlib.Path, definition: Definition) -> None:

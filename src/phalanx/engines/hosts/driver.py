@@ -97,7 +97,8 @@ class Distributed(Changing[Processes]):
         try:
             report = self._kept_up(lambda: self._advanced(step, batch, horizon))
         except BaseException as error:
-            self._quit(FAILED, f"{type(error).__name__}: {error}", step)
+            away = isinstance(error, PeersLostError)  # the others may go on
+            self._quit(LEAVES if away else FAILED, f"{type(error).__name__}: {error}", step)
             raise
         self._recent.append(report)
         self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs

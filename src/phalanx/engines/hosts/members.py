@@ -289,6 +289,7 @@ class Members:
         elif chosen is not None and chosen["places"].get(str(sender)) == place:
             self.say([sender], {"kind": "chosen", "value": chosen, "number": self.number})
         else:
+            self.left.pop(sender, None)
             self.joining[sender] = {"place": place, "host": message["host"]}
 
 
