@@ -78,7 +78,9 @@ class Hosts:
 
     def workers(self, number):
         """The workers of a host, without what starts them."""
-        commands = {pid: pathlib.Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(self.processes[number].pid)}
+        commands = {
+            pid: pathlib.Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(self.processes[number].pid)
+        }
         return [pid for pid, command in commands.items() if "zygote" in command][1:]
 
     def ended(self, *survivors):
