@@ -7,7 +7,6 @@ import os
 import pathlib
 import signal
 import sys
-import time
 
 import pytest
 
@@ -30,7 +29,8 @@ class Tell:
         told.append(report.step)
         with open(os.path.join(folder, f"step-{me}"), "w") as file:
             file.write(str(report.step))
-        time.sleep(pause)
+        if not os.path.exists(os.path.join(folder, "enough")):
+            time.sleep(pause)
 def slow(output, target):
     time.sleep(0.2)
     return output.argmax(1) == target
@@ -69,7 +69,14 @@ class Hosts:
     def again(self, number):
         """Start a process again, as a launcher would, with the same environment."""
         self.processes[number].wait(30)
+        (self.folder / f"step-{number}").unlink()
         self.processes[number] = self.begin(number)
+
+    def in_again(self, *numbers):
+        """Wait until processes have joined; from there on steps take no longer than they must."""
+        for number in numbers:
+            self.at(1, number)
+        (self.folder / "enough").touch()
 
     def at(self, step, number=1):
         """Wait until a process has been told of a step."""
@@ -180,30 +187,32 @@ def test_a_link_is_cut_in_one_direction(three, pair):
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_host_comes_back(three, victim):
     """A process that starts again with the same environment finds the run and joins it, the first one too."""
-    hosts = three(pause=0.08)
+    hosts = three(pause=0.5)
     watcher = 1
-    hosts.at(10, watcher)
+    hosts.at(4, watcher)
     strike(hosts.processes[victim], signal.SIGKILL)
-    hosts.at(15, watcher)
+    hosts.at(6, watcher)
     hosts.again(victim)
+    hosts.in_again(victim)
     found = hosts.ended(0, 1, 2)
     assert kinds(found[watcher]) == ["lost", "joined"], found
-    assert found[victim]["told"][0] > 10
+    assert found[victim]["told"][0] > 4
     print(found[watcher]["incidents"])
 
 
 @pytest.mark.long
 def test_comes_and_falls(three):
-    """Another host falls while one joins, and comes back, too."""
-    hosts = three(pause=0.15)
-    hosts.at(10)
+    """One after another falls and comes back, so that in the end nobody is there who began."""
+    hosts = three(pause=0.5)
+    hosts.at(4)
     strike(hosts.processes[2], signal.SIGKILL)
-    hosts.at(12)
+    hosts.at(6)
     hosts.again(2)
-    hosts.at(15)
-    strike(hosts.workers(0) and hosts.processes[0], signal.SIGSTOP)
-    time.sleep(1)
-    strike(hosts.processes[0], signal.SIGCONT)
+    hosts.in_again(2)
+    for victim in (0, 1):
+        strike(hosts.processes[victim], signal.SIGKILL)
+        hosts.again(victim)
+        hosts.in_again(victim)
     hosts.ended(0, 1, 2)
 
 
@@ -211,12 +220,13 @@ def test_comes_and_falls(three):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_leaves(three, tmp_path, victim):
     """SIGTERM to one process: it leaves after a step, the others go on, and it may come back."""
-    hosts = three(pause=0.08, run_dir=str(tmp_path / "run"), snapshot_every=10)
-    hosts.at(20, 2)
+    hosts = three(pause=0.5, run_dir=str(tmp_path / "run"), snapshot_every=10)
+    hosts.at(4, 2)
     os.kill(hosts.processes[victim].pid, signal.SIGTERM)
     facts = json.loads(output(hosts.processes[victim], 60)[1].splitlines()[-1])
     assert facts["error"] == "Preempted", facts
-    hosts.processes[victim] = hosts.begin(victim)
+    hosts.again(victim)
+    hosts.in_again(victim)
     found = hosts.ended(0, 1, 2)
     assert kinds(found[2]) == ["lost", "joined"], found
     assert "SIGTERM" in found[2]["incidents"][0][2]
@@ -243,14 +253,15 @@ def test_who_is_left_saves(three, tmp_path, during):
 @pytest.mark.long
 def test_another_recipe_may_not_join(three):
     """A process that comes with another recipe is refused with a sentence, and the run goes on."""
-    hosts = three(pause=0.08)
-    hosts.at(10)
+    hosts = three(pause=0.5)
+    hosts.at(4)
     strike(hosts.processes[2], signal.SIGKILL)
-    hosts.at(12)
+    hosts.at(6)
     hosts.command[2] = hosts.command[2].replace("steps=90", "steps=91")
     hosts.again(2)
     _, text = output(hosts.processes[2], 100)
     assert "a run is under way on these hosts" in text, text
+    (hosts.folder / "enough").touch()
     hosts.ended(0, 1)
 
 
