@@ -348,6 +348,8 @@ class RunState:
         Updates that were done while nobody waited for them.
     kept : deque of StepReport
         The newest steps, where this process may have to report them in place of another.
+    made : Any
+        What model and optimizers were made, as snapshots describe it; None without a directory.
     leads : bool
         Whether this process reports and saves; false in all but one of several.
     leaving : str
@@ -376,6 +378,7 @@ class RunState:
     told: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
     kept: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=MOST_KEPT))
+    made: Any = None
     leads: bool = True
     leaving: str = ""
 

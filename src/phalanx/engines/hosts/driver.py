@@ -363,6 +363,7 @@ def _sent(captured: Captured, state: RunState, callbacks: dict[str, Any], **more
         "samples": state.samples,
         "resumed_from": state.resumed_from,
         "averaging": state.averaging,
+        "made": state.made,
         "evaluated": [dataclasses.astuple(item) for item in state.evaluated],
         **more,
     }
@@ -373,7 +374,7 @@ def _sent(captured: Captured, state: RunState, callbacks: dict[str, Any], **more
 def _take(state: RunState, captured: Captured, history: dict[str, Any]) -> None:
     """Note what another process has done."""
     state.loss_history += history["losses"]
-    state.samples, state.resumed_from = history["samples"], history["resumed_from"]
+    state.samples, state.resumed_from, state.made = (history[name] for name in ("samples", "resumed_from", "made"))
     state.evaluated += [Evaluated(*item) for item in history["evaluated"]]
     state.averaging = tuple(history["averaging"]) if history["averaging"] else None
     state.callbacks = states_in(history, captured.training)
