@@ -276,7 +276,10 @@ class World:
     def tell(self, why: str) -> None:
         """Before the first step: let others know why this process leaves, before they miss it."""
         if not self.joins:
-            _within(STORE_SECONDS, self._store.set, f"left/{self.rank}", why[:LONGEST])
+            ask = functools.partial(self._store.set, f"left/{self.rank}", why[:LONGEST])
+            thread = threading.Thread(target=_tried, args=(ask,), daemon=True)  # it may never answer
+            thread.start()
+            thread.join(STORE_SECONDS)
 
     def part(self, way: str, why: str) -> None:
         """Leave the run: say why, and close what was opened for it; the store stays."""
@@ -343,18 +346,6 @@ def _tried(ask: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return ask(), None
     except BaseException as error:
         return None, error
-
-
-def _within(seconds: float, ask: Any, *arguments: Any) -> None:
-    """Ask the store in a thread of its own: where its host has stopped, it would never answer, whatever its timeout."""
-
-    def asking() -> None:
-        with contextlib.suppress(Exception):
-            ask(*arguments)
-
-    thread = threading.Thread(target=asking, daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:

@@ -162,18 +162,14 @@ class FailureLog:
         Raises
         ------
         RunError
-            They die of what they do, or no other worker can replace them.
+            They die of what they do; or, over several hosts, all begin anew with other workers.
         """
         if not self._placement.whole:
-            raise self.irreplaceable()
+            worker, end = min(self.dead.items())
+            raise LostError(f"worker {worker} of this host {end.why}")
         if self._hopeless is not None:  # raised once: the state is copied to the caller after that
             hopeless, self._hopeless = self._hopeless, None
             raise hopeless
-
-    def irreplaceable(self) -> LostError:
-        """The error that ends this engine: over several hosts, all begin anew with other workers."""
-        worker, end = min(self.dead.items())
-        return LostError(f"worker {worker} of this host {end.why}")
 
     def came_through(self, kind: int) -> None:
         """Note that a grant was done."""

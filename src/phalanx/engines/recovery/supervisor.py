@@ -181,7 +181,6 @@ class Supervisor:
             counters.snapshot_step,
             self._repair,
             self._failures.portable,
-            self._placement.whole,
             self._placement.copies,
         )
 
@@ -207,7 +206,7 @@ class Supervisor:
     def _carry_out(self, decision: Decision) -> None:
         """Carry out a decision, unless the deaths end the run."""
         action, step, fallen = decision.action, decision.step, sorted(self._failures.dead)
-        if fallen and action is not Action.STOP:
+        if fallen and (action is not Action.STOP or not self._placement.whole):
             self._failures.check()
         match action:
             case Action.STOP:
@@ -233,8 +232,6 @@ class Supervisor:
                     f"worker {fallen[0]} {self._failures.dead[fallen[0]].why} in step {step}, and the optimizer is not "
                     "one of torch's own, so its state is lost with it; run again"
                 )
-            case Action.PART:
-                raise self._failures.irreplaceable()
             case Action.GO_ON | Action.JOIN:  # nothing to do; no worker joins a grant that is being left
                 pass
             case _:
