@@ -112,6 +112,8 @@ class Across:
         Shaped as the parameters' gradients, with any content; tensors, or numpy arrays.
     owned : sequence of int
         The parameters that this worker and its counterparts own, and add up.
+    check : callable
+        Raises if there is nothing to wait for any more.
 
     Attributes
     ----------
@@ -120,7 +122,13 @@ class Across:
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, worker: int, replicas: int, blanks: Sequence[Any], owned: Sequence[int]
+        self,
+        rendezvous: Rendezvous,
+        worker: int,
+        replicas: int,
+        blanks: Sequence[Any],
+        owned: Sequence[int],
+        check: Callable[[], object] = bool,
     ) -> None:
         self._run = rendezvous.run
         self._rank = rendezvous.rank
@@ -139,9 +147,8 @@ class Across:
         limit = datetime.timedelta(seconds=rendezvous.seconds)
         store = TCP(*rendezvous.address, is_master=False, timeout=limit)
         worker_store = PrefixStore(f"phalanx/{rendezvous.run}/worker {worker}", store)
-        self._gloo = Gloo(
-            worker_store, rendezvous.rank, len(rendezvous.blocks), rendezvous.seconds, rendezvous.interface
-        )
+        facts = rendezvous.rank, len(rendezvous.blocks), rendezvous.seconds, rendezvous.interface
+        self._gloo = Gloo(worker_store, *facts, check)
 
     def tell(
         self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]

@@ -44,19 +44,13 @@ class Gloo:
     interface : str
         The network interface to use, unless the environment names one; "" leaves the choice to torch.
     check : callable, optional
-        Called while ``gather`` waits; raises to end that. What is under way is given up then.
+        Called while ``gather`` waits; raises to end that.
     """
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        seconds: float,
-        interface: str,
-        check: Callable[[], None] | None = None,
+        self, store: Any, rank: int, size: int, seconds: float, interface: str, check: Callable[[], object] = bool
     ) -> None:
-        self._rank, self._size, self._check = rank, size, check
+        self._check = check
         named = os.environ.get(INTERFACE, interface).partition(",")[0]
         options = GROUP._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
@@ -66,27 +60,14 @@ class Gloo:
 
     def gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
         """Fill ``gathered`` with the bytes of all processes, equally many of each, in the order of ranks."""
-        if self._check is not None:
-            self._watch(self._call(self.group._allgather_base, gathered, mine))
-            return
-        rows = gathered.view(self._size, -1)
-        rows[self._rank] = mine
-        others = [other for other in range(self._size) if other != self._rank]
-        works = [self.begin_receive(rows[other], other) for other in others]
-        self.wait(works + [self.begin_send(mine, other) for other in others])
-
-    def _watch(self, work: Any) -> None:
-        """Wait for a work that several processes do together, as long as ``check`` lets it."""
-        nap = NAP_SECONDS
+        work, nap = self._call(self.group._allgather_base, gathered, mine), NAP_SECONDS
         try:
             while not work.is_completed():
-                assert self._check is not None, "who asks has looked"
                 self._check()
                 time.sleep(nap)
                 nap = min(2 * nap, LONGEST_NAP_SECONDS)
-        except BaseException:
-            # Torch's destructor waits for what is under way, so nothing may be destroyed as long as this process lives.
-            LEFT.append((self.group, work))
+        except BaseException:  # torch's destructor would wait for what is under way
+            LEFT.append((self.group, work, gathered, mine))
             raise
         self._call(work.wait)
 

@@ -226,21 +226,16 @@ class World:
             wrong = f"min_hosts is {least}, and {len(group)} members are left; start again when there are more"
         self._own_store = TCP(members.place[0], 0, is_master=True, wait_for_workers=False)
         everybody = sorted([*group, *joining])
+        hosts = self._hosts | {rank: facts["host"] for rank, facts in joining.items()}
+        places = members.places | {rank: facts["place"] for rank, facts in joining.items()}
         proposed = {
-            "run": members.run,
-            "number": members.number + 1,
-            "places": {rank: joining[rank]["place"] if rank in joining else members.places[rank] for rank in everybody},
-            "hosts": {rank: joining[rank]["host"] if rank in joining else self._hosts[rank] for rank in everybody},
-            "keeper": self.keeper if self.keeper in group else min(group),
-            "step": steps.get(source),
-            "source": source,
+            "run": members.run, "number": members.number + 1, "wrong": wrong, "step": steps.get(source),
+            "places": {rank: places[rank] for rank in everybody}, "hosts": {rank: hosts[rank] for rank in everybody},
+            "joined": sorted(joining), "lost": sorted(set(members.ranks) - set(group)), "source": source,
             "behind": [rank for rank in everybody if steps.get(rank) != steps.get(source)],
-            "joined": sorted(joining),
-            "lost": sorted(set(members.ranks) - set(group)),
-            "wrong": wrong,
-            "leader": everybody.index(members.me),
-            "store": [members.place[0], self._own_store.port],
-        }
+            "keeper": self.keeper if self.keeper in group else min(group),
+            "leader": everybody.index(members.me), "store": [members.place[0], self._own_store.port],
+        }  # fmt: skip
         return json.loads(json.dumps(proposed))  # as others get it
 
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
