@@ -61,16 +61,9 @@ class Distributed(Changing[Processes]):
     """
 
     def __init__(
-        self,
-        definition: Definition,
-        framework: Framework,
-        run_state: RunState,
-        world: World,
-        workers: int,
-        readers: int = 0,
-        least: int = 1,
-        chosen: dict[str, Any] | None = None,
-    ) -> None:
+        self, definition: Definition, framework: Framework, run_state: RunState, world: World, workers: int,
+        readers: int = 0, least: int = 1, chosen: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._definition, self._framework, self._world = definition, framework, world
         self._on_each, self._readers, self._least = workers, readers, least
         self._deadline = Deadline(world.seconds + PATIENCE)
@@ -263,17 +256,9 @@ class Distributed(Changing[Processes]):
 
 
 def open_distributed(
-    definition: Definition,
-    workers: int | None,
-    devices: Sequence[str],
-    cores: Sequence[int],
-    world: World,
-    begin: Callable[[Framework], RunState],
-    *,
-    allow: bool = False,
-    readers: int | None = 0,
-    least: int = 1,
-) -> Distributed:
+    definition: Definition, workers: int | None, devices: Sequence[str], cores: Sequence[int], world: World,
+    begin: Callable[[Framework], RunState], *, allow: bool = False, readers: int | None = 0, least: int = 1,
+) -> Distributed:  # fmt: skip
     """Check that all processes agree, adopt rank 0's state, and start this host's workers. Or join a run.
 
     Raises

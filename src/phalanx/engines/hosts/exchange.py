@@ -122,14 +122,9 @@ class Across:
     """
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        worker: int,
-        replicas: int,
-        blanks: Sequence[Any],
-        owned: Sequence[int],
+        self, rendezvous: Rendezvous, worker: int, replicas: int, blanks: Sequence[Any], owned: Sequence[int],
         check: Callable[[], object] = bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._run = rendezvous.run
         self._rank = rendezvous.rank
         self._blocks = rendezvous.blocks

@@ -117,8 +117,7 @@ def towards(address: str) -> str:
     if not address:
         return ""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        own = probe.getsockname()[0]
+        own = own_address(address)
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 ifreq = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

@@ -240,8 +240,6 @@ class Supervisor:
     def _stop(self) -> None:
         """Wait until all living workers have left the grant."""
         self._pool.wait(lambda: self._counters.all_idle(self._pool.alive), LONG)
-        if not self._placement.whole and self._errors():
-            raise self._errors()[0].content  # no step can be done again without the other hosts
 
     def _resume(self, step: int, fallen: Sequence[int]) -> None:
         """All go on at ``step``. Some may not know that the step before is done."""
