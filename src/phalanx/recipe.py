@@ -22,7 +22,6 @@ from phalanx.run.observers import shown, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
-from phalanx.seams import Observer
 from phalanx.surroundings import interrupts, sources
 from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.turns import Turns
@@ -282,13 +281,10 @@ class Recipe(Definition):
         from phalanx.engines.selection import entered, open_engine  # it loads the code that starts processes
 
         functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
-        kept_in, audit = settled.run_dir, Audit(settled.audit, self.seed) if settled.audit else None
-        world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, audit)
-        own = SimpleNamespace(**vars(settled))
-        if world is not None and (world.joins or world.rank > 0):  # one process reports and saves
-            everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
-            vars(settled).update(run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
+        audit = Audit(settled.audit, self.seed) if settled.audit else None
         with contextlib.ExitStack() as undo:
+            world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, audit, undo)
+            own, settled = settled, _of_this_process(settled, world)
             beside, keep = (*settled.evaluation, *settled.callbacks), settled.keep_snapshots
             past = ResumeState(self, settled.run_dir, settled.resume, keep, settled.warm_start, beside)
             undo.callback(past.close)
@@ -311,15 +307,15 @@ class Recipe(Definition):
             undo.callback(supply.close if supply else bool)
             facts = self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting
             later = functools.partial(self._succeed, own, engine, turn, called, lambda: run)
-            loop = Loop(*facts, None if settled.callbacks is own.callbacks else later)
-            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted, kept_in)
+            loop = Loop(*facts, None if settled is own else later)
+            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted, own.run_dir)
             for observer in observers:
                 observer.begin(engine, run)
                 undo.callback(observer.end)
             undo.pop_all()
         return run
 
-    def _succeed(self, own: Any, engine: Any, turn: Turns, called: float, run: Callable[[], Run]) -> list[Observer]:
+    def _succeed(self, own: Any, engine: Any, turn: Turns, called: float, run: Callable[[], Run]) -> list[Any]:
         """What this process does once it reports and saves in place of another that fell."""
         beside, stop = (*own.evaluation, *own.callbacks), own.on_snapshot_error == "stop"
         only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
@@ -342,6 +338,15 @@ class Recipe(Definition):
 
         with open_trained(self, model) as (recipe, engine):
             return Loop(recipe, engine, (), ()).predict(data, batch_size, forward_fn, weights)
+
+
+def _of_this_process(settled: SimpleNamespace, world: Any) -> SimpleNamespace:
+    """The options as they hold in this process: of several, one reports and saves."""
+    if world is None or not (world.joins or world.rank):
+        return settled
+    everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
+    others = {"run_dir": None, "warm_start": None, "callbacks": everywhere, "progress": False}
+    return SimpleNamespace(**vars(settled) | others)
 
 
 def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> Result:

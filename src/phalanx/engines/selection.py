@@ -124,15 +124,22 @@ def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definitio
         engine.close()
 
 
-def entered(engine: str, seconds: float | None, lost_after: float, audit: Audit | None) -> Any:
-    """All processes of the torch.distributed world, if this engine means them; else None."""
+def entered(
+    engine: str, seconds: float | None, lost_after: float, audit: Audit | None, undo: contextlib.ExitStack
+) -> Any:
+    """All processes of the torch.distributed world, if this engine means them; else None.
+
+    ``undo``: an error before the run begins is told to the others when this is left.
+    """
     if engine != "distributed" and not (engine == "auto" and several()):
         return None
     if audit is not None:
         raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
     from phalanx.engines.hosts.world import World  # loads what speaks to networks
 
-    return World(seconds, lost_after)
+    world = World(seconds, lost_after)
+    undo.push(world.failed)
+    return world
 
 
 class Auto(Changing[Engine]):

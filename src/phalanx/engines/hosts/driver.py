@@ -268,33 +268,24 @@ def open_distributed(
     RunError
         Another process does not come.
     """
-    try:
-        if world.size > definition.replicas:
-            raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
-        framework = open_framework(definition, devices, allow=allow, processes=world.size, apart=True)
-        named = framework.sharing.devices
-        if len(named) > 1:
-            raise UsageError(
-                f"devices names {len(named)} devices in each of {world.size} processes; start a process for each "
-                "device, as torchrun --nproc-per-node does, with devices='local'"
-            )
-        recipe, doubts = shared(definition)
-        room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, doubts, cores)
-        count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
-        count = 1 if named else count
-        chosen = _let_in(world, definition) if world.joins else None
-        run_state = RunState() if world.joins else _same_start(world, framework, begin)
-        run_state.allow, run_state.rounds = allow, definition.rounds
-        facts = definition, framework, run_state, world, count, beside(readers, count, room)
-        return Distributed(*facts, least, chosen)
-    except BaseException as error:
-        world.tell(f"{type(error).__name__}: {error}")
-        world.part(FAILED, f"{type(error).__name__}: {error}")
-        if isinstance(error, SeveredError):
-            raise RunError(
-                f"another process was lost before the first step: {error}; start all of them again"
-            ) from None
-        raise
+    if world.size > definition.replicas:
+        raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
+    framework = open_framework(definition, devices, allow=allow, processes=world.size, apart=True)
+    named = framework.sharing.devices
+    if len(named) > 1:
+        raise UsageError(
+            f"devices names {len(named)} devices in each of {world.size} processes; start a process for each "
+            "device, as torchrun --nproc-per-node does, with devices='local'"
+        )
+    recipe, doubts = shared(definition)
+    room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, doubts, cores)
+    count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
+    count = 1 if named else count
+    chosen = _let_in(world, definition) if world.joins else None
+    run_state = RunState() if world.joins else _same_start(world, framework, begin)
+    run_state.allow, run_state.rounds = allow, definition.rounds
+    facts = definition, framework, run_state, world, count, beside(readers, count, room)
+    return Distributed(*facts, least, chosen)
 
 
 def _let_in(world: World, definition: Definition) -> dict[str, Any]:

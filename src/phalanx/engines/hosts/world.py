@@ -27,7 +27,7 @@ from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, own_address, towards
-from phalanx.engines.hosts.members import CLOSED, Farewell, Members
+from phalanx.engines.hosts.members import CLOSED, FAILED, Farewell, Members
 from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, surroundings
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
 from phalanx.plan.membership import mutual, quorum
@@ -268,13 +268,15 @@ class World:
         differing = np.flatnonzero((rows != rows[0]).any(1))
         return int(differing[0]) if len(differing) else None
 
-    def tell(self, why: str) -> None:
+    def failed(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Before the first step: let others know why this process leaves, before they miss it."""
+        why = f"{type(error).__name__}: {error}"[:LONGEST]
         if not self.joins:
-            ask = functools.partial(self._store.set, f"left/{self.rank}", why[:LONGEST])
+            ask = functools.partial(self._store.set, f"left/{self.rank}", why)
             thread = threading.Thread(target=_tried, args=(ask,), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
+        self.part(FAILED, why)
 
     def part(self, way: str, why: str) -> None:
         """Leave the run: say why, and close what was opened for it; the store stays."""
