@@ -8,6 +8,7 @@ PhalanxError
     ├── StateError      a replica gave another value when it was computed again: user code keeps state of its own
     ├── CorruptionError an audit found that two workers computed different values
     ├── SnapshotError   a snapshot cannot be written or used
+    ├── PeersLostError  so many processes of the world are lost that the others may not go on
     ├── LeftError       another process of the world ended the run early
     ├── Preempted       SIGTERM came; a snapshot was written
     ├── LostError       workers ended in a way that took the run's state with them
@@ -117,6 +118,10 @@ class SnapshotError(RunError):
 
 class LeftError(RunError):
     """Another process of the world ended its run before all steps were done."""
+
+
+class PeersLostError(RunError):
+    """So many other processes are lost that this one may not go on, or they went on without it. Snapshots are good."""
 
 
 class Preempted(RunError):  # noqa: N818  the field's word

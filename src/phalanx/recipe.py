@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.checkpoint.resume import ANYWAY, ResumeState
@@ -22,7 +24,6 @@ from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts, sources
 from phalanx.surroundings.interrupts import on_sigterm
-from phalanx.surroundings.presence import rank
 from phalanx.surroundings.turns import Turns
 
 AHEAD = (
@@ -173,7 +174,11 @@ class Recipe(Definition):
         deadline_seconds : float or "auto"
             A worker process that does nothing for longer counts as hung: it is killed and replaced. "auto": 20 usual
             steps, at least a minute (10 minutes before the first step is done); never under a debugger. Over several
-            hosts: how long to wait for another process, 120 s by default; then the run ends (``docs/hosts.md``).
+            hosts: how long to wait for a process that lives, 120 s by default (``docs/hosts.md``).
+        lost_after : float
+            Over several hosts: seconds after which a process that is not heard is lost. The others go on without it.
+        min_hosts : int
+            With how many processes it is worth while to go on. Fewer save, and end with a ``PeersLostError``.
         run_dir : str or path, optional
             Where snapshots and a log of events are kept. The same call again goes on from the newest good snapshot, to
             the same digest, with any number of workers. SIGTERM then saves and raises ``Preempted``.
@@ -212,6 +217,8 @@ class Recipe(Definition):
         SnapshotError
             No snapshot in ``run_dir``, or that to begin from, can be used; or ``on_snapshot_error`` is "stop", and one
             could not be written.
+        PeersLostError
+            So many processes were lost that this one may not go on.
         LeftError
             Another process of a torch.distributed world ended the run early.
         Preempted
@@ -271,22 +278,21 @@ class Recipe(Definition):
         called = time.perf_counter()
         settled = settle(options, self.replicas)
         check_evaluated(self, settled)
-        from phalanx.engines.selection import distributes, open_engine  # it loads the code that starts processes
+        from phalanx.engines.selection import entered, open_engine  # it loads the code that starts processes
 
         functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
-        kept_in = settled.run_dir
-        if distributes(settled.engine) and rank() > 0:  # the first process reports and saves, and sends its state
-            everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
-            vars(settled).update(run_dir=None, warm_start=None, callbacks=everywhere, progress=False)
+        audit = Audit(settled.audit, self.seed) if settled.audit else None
         with contextlib.ExitStack() as undo:
+            world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, audit, undo)
+            own, settled = settled, _of_this_process(settled, world)
             beside, keep = (*settled.evaluation, *settled.callbacks), settled.keep_snapshots
             past = ResumeState(self, settled.run_dir, settled.resume, keep, settled.warm_start, beside)
             undo.callback(past.close)
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
                 allow=settled.nondeterministic == "allow",
-                readers=settled.readers, audit=Audit(settled.audit, self.seed) if settled.audit else None,
-                max_failures=settled.max_failures, functions=functions,
+                readers=settled.readers, audit=audit, max_failures=settled.max_failures, functions=functions,
+                world=world, min_hosts=settled.min_hosts,
             )  # fmt: skip
             undo.callback(engine.close)
             past.check(engine)
@@ -299,13 +305,32 @@ class Recipe(Definition):
                 checks.warn(AHEAD.format(settled.readers))
             supply = self.stream and supplied(self, engine.run_state, engine.reading, bar, anyway=anyway)
             undo.callback(supply.close if supply else bool)
-            loop = Loop(self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting)
-            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted, kept_in)
+            facts = self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting
+            later = functools.partial(self._succeed, own, engine, turn, called, lambda: run)
+            loop = Loop(*facts, None if settled is own else later)
+            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted, own.run_dir)
             for observer in observers:
                 observer.begin(engine, run)
                 undo.callback(observer.end)
             undo.pop_all()
         return run
+
+    def _succeed(self, own: Any, engine: Any, turn: Turns, called: float, run: Callable[[], Run]) -> list[Any]:
+        """What this process does once it reports and saves in place of another that fell."""
+        beside, stop = (*own.evaluation, *own.callbacks), own.on_snapshot_error == "stop"
+        only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
+        observers = watching(own.progress, only, self, turn, stop=stop, called=called)
+        try:
+            past = ResumeState(self, own.run_dir, True, own.keep_snapshots, None, beside)
+            past.take_over(engine)
+            keeping = past.observers(own.snapshot_every, stop=stop, chain=own.chain)
+            observers += keeping
+            run().save_by(keeping[-1] if keeping else None)
+        except UsageError as error:
+            checks.warn(f"this process saves in place of another that fell, but nothing is saved: {error}")
+        for observer in observers:
+            observer.begin(engine, run())
+        return observers
 
     def _predicted(self, model: Any, weights: Any, data: Any, batch_size: int, forward_fn: Any) -> Any:
         """Outputs of a trained model, in this process."""
@@ -313,6 +338,15 @@ class Recipe(Definition):
 
         with open_trained(self, model) as (recipe, engine):
             return Loop(recipe, engine, (), ()).predict(data, batch_size, forward_fn, weights)
+
+
+def _of_this_process(settled: SimpleNamespace, world: Any) -> SimpleNamespace:
+    """The options as they hold in this process: of several, one reports and saves."""
+    if world is None or not (world.joins or world.rank):
+        return settled
+    everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
+    others = {"run_dir": None, "warm_start": None, "callbacks": everywhere, "progress": False}
+    return SimpleNamespace(**vars(settled) | others)
 
 
 def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> Result:

@@ -64,6 +64,12 @@ class Network:
             ip("-n", host, "link", "set", "eth0", "up")
             ip("-n", host, "link", "set", "lo", "up")
 
+        for host in self.hosts:  # else each name that torch looks up takes five seconds
+            os.makedirs(f"/etc/netns/{host}", exist_ok=True)
+            with open(f"/etc/netns/{host}/hosts", "w") as file:
+                file.write("127.0.0.1 localhost\n")
+                file.writelines(f"10.77.0.{number + 1} host{number}\n" for number in range(len(self.hosts)))
+
     def __exit__(self, *_):
         for process in self.processes:
             if process.poll() is None:
@@ -73,6 +79,7 @@ class Network:
             if process.file is not None:
                 process.file.close()
         for name in [*self.hosts, self.bridge]:
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def shape(self, megabits, milliseconds):
@@ -97,6 +104,10 @@ class Network:
     def cut(self, number):
         """Take a host's link down."""
         ip("-n", self.bridge, "link", "set", f"p{number}", "down")
+
+    def cut_one_way(self, number, other):
+        """Have a host send nothing to another one, which still sends to it."""
+        ip("-n", self.hosts[number], "route", "add", "blackhole", f"10.77.0.{other + 1}/32")
 
     def sent(self, number):
         """Bytes that a host has sent so far."""

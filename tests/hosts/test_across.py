@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
+import phalanx
 from phalanx.engines.hosts import exchange
 from phalanx.engines.hosts.exchange import Across, Rendezvous
-from phalanx.errors import SeveredError
 from phalanx.plan.fold import fold_values, hosts
 from phalanx.seams.records import Part
 from tests.orders import triples
@@ -145,7 +145,8 @@ def test_who_differs_is_named(name, changes):
 
     def work(rank, across):
         step, weights = changes if rank else (0, 5)
-        with pytest.raises(SeveredError, match=f"process {1 - rank} differs from process {rank} in its {name}"):
+        kind = phalanx.CorruptionError if name == "weights" else phalanx.RunError
+        with pytest.raises(kind, match=f"process {1 - rank} differs from process {rank} in its {name}"):
             across.tell(step, weights, [PART] * 2, [b"\1"], [b""] * 2)
 
     together(2, 4, work, [torch.empty(1)])
@@ -156,7 +157,7 @@ def test_a_message_of_another_run_is_refused():
 
     def work(rank, across):
         across._run += rank
-        with pytest.raises(SeveredError, match=f"process {1 - rank} differs from process {rank} in its run"):
+        with pytest.raises(phalanx.RunError, match=f"process {1 - rank} differs from process {rank} in its run"):
             across.tell(0, 5, [PART] * 2, [b"\1"], [b""] * 2)
 
     together(2, 4, work, [torch.empty(1)])

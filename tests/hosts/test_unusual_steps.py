@@ -67,7 +67,7 @@ def batches():
 def planted(make):
     """The model; in a worker, the last of the additions of partial sums is left out."""
     add = exchange._add
-    exchange._add = lambda target, parts, order: add(target, parts, order[:-1])  # planted
+    exchange._add = lambda target, parts, order, **how: add(target, parts, order[:-1], **how)  # planted
     return make()
 
 

@@ -225,7 +225,7 @@ class Hands:
 
     def situation(self):
         seen = [Seen(w.place, w.number in self.fallen, w.number in self.at_work) for w in self.workers]
-        return Situation(seen, range(0), self.done, self.due, self.kept, self.repair, portable=True, alone=True)
+        return Situation(seen, range(0), self.done, self.due, self.kept, self.repair, portable=True)
 
     def finish(self):
         """Until there is nothing left to do; the state must then be that of the last finished step."""
@@ -323,7 +323,6 @@ def test_a_wrong_row_is_caught(monkeypatch, fallen, standing, action):
 def test_the_table_has_an_answer_for_everything():
     """Every row has every column; over several hosts every death ends the run; what only one knew is lost with it."""
     assert {fallen: set(row) for fallen, row in TABLE.items()} == {fallen: set(Standing) for fallen in Fallen}
-    assert set(TABLE[Fallen.PARTNER].values()) == {Action.PART}
     stopped = set(Standing) - {Standing.WAITING, Standing.AT_WORK}
     assert {TABLE[Fallen.KEEPER][standing] for standing in stopped} == {Action.LOSE}
 
@@ -334,7 +333,7 @@ def seen(*places):
 
 
 C, U, D = Phase.COMPUTING, Phase.UPDATING, Phase.UPDATED
-USUAL = {"granted": range(3, 9), "done": 3, "due": 2, "kept": 1, "repair": None, "portable": True, "alone": True}
+USUAL = {"granted": range(3, 9), "done": 3, "due": 2, "kept": 1, "repair": None, "portable": True}
 
 
 @pytest.mark.parametrize(
@@ -346,7 +345,6 @@ USUAL = {"granted": range(3, 9), "done": 3, "due": 2, "kept": 1, "repair": None,
         ([(3, C, True, False), (3, C, False, True)], {}, (Action.STOP, 3, -1)),
         ([(3, C, True, True), (3, C, False, True)], {"portable": False}, (Action.STOP, 3, -1)),
         ([(3, C, False, True), (3, C, True, True)], {"portable": False}, (Action.JOIN, 3, -1)),
-        ([(3, C, True, True), (3, C, False, True)], {"alone": False}, (Action.PART, 3, -1)),
         ([(3, U, True, True), (3, D, False, False)], {}, (Action.TAKE_BACK, 3, 2)),
         ([(3, U, True, True), (3, D, False, False)], {"due": 4}, (Action.TAKE_BACK, 3, 1)),
         ([(3, U, True, True), (3, D, False, False)], {"portable": False}, (Action.LOSE, 3, -1)),

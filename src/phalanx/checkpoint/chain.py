@@ -13,13 +13,14 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.checkpoint import files
 from phalanx.checkpoint.files import Held
 from phalanx.definition import checks
 from phalanx.errors import SnapshotError
+from phalanx.seams.records import StepReport
 
 CHAIN, RECORDS = "chain.jsonl", ".records.jsonl"
 FORMAT = 1
@@ -255,6 +256,13 @@ class Links(contextlib.AbstractContextManager["Links"]):
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def missing(path: pathlib.Path, kept: Sequence[StepReport]) -> list[StepReport]:
+    """The newest steps, as far as the chain lacks them: the process that wrote it fell before it had added them."""
+    with contextlib.suppress(SnapshotError), Links(path) as links:
+        return [report for report in kept if report.step >= len(links) >= kept[0].step]
+    return []
 
 
 def records_of(path: pathlib.Path) -> pathlib.Path:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of, records
+from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of, missing, records
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.saver import Pacing
 from phalanx.checkpoint.snapshot import tensors_of
@@ -73,7 +73,10 @@ class Chained(Observer):
             pairs = (
                 len(self._definition.rounds.every) * self._definition.replicas + len(self._definition.phases or ()) * 3
             )
-            self._chain = ChainFile(self._directory.root / CHAIN, done, pairs)
+            missed = missing(self._directory.root / CHAIN, engine.run_state.kept)
+            self._chain = ChainFile(self._directory.root / CHAIN, done - len(missed), pairs)
+            for report in missed:
+                self._chain.add(fields_of(report, self._definition, ""))
             if engine.run_state.resumed_from is None:  # else this run may be refused yet
                 self._chain.cut()
         except OSError as error:

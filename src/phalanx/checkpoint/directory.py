@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.checkpoint import files, snapshot, tensors
-from phalanx.checkpoint.chain import body_of
+from phalanx.checkpoint.chain import CHAIN, body_of, missing
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError
@@ -129,10 +129,12 @@ class EventLog(Observer):
         """Note how the run begins."""
         self._run_state = engine.run_state
         facts = {"step": self._run_state.steps, "workers": engine.workers, "pid": os.getpid()}
-        if engine.run_state.resumed_from is None:
+        if engine.run_state.resumed_from is None and not self._run_state.steps:
             self._directory.note("start", **facts)
         else:
             self._begun = facts
+        for report in missing(self._directory.root / CHAIN, engine.run_state.kept):
+            self.step(report)
 
     def happened(self, incident: Incident) -> None:
         """Note it."""

@@ -105,7 +105,8 @@ class ResumeState:
                 framework.adopt(Captured(fitted(self._weights, framework.capture(copy=False)), {}, {}))
         rounds = self._definition.rounds
         if earlier is None:
-            return RunState(rounds=rounds, gradients=self._gradients, averaging=self._averaging)
+            facts = {"gradients": self._gradients, "averaging": self._averaging, "made": self._recipe.get("made")}
+            return RunState(rounds=rounds, **facts)
         with taking_over("the state"), framework.environment:
             framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
         with taking_over("what was evaluated"):
@@ -114,8 +115,12 @@ class ResumeState:
         losses = losses_in(earlier, rounds.updates(earlier.step))
         return RunState(
             losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds,
-            gradients=self._gradients, averaging=self._averaging,
+            gradients=self._gradients, averaging=self._averaging, made=self._recipe.get("made"),
         )  # fmt: skip
+
+    def take_over(self, engine: Engine) -> None:
+        """Keep the directory from here on, in place of a process that fell."""
+        self._recipe["made"] = engine.run_state.made
 
     def check(self, engine: Engine) -> None:
         """Refuse a recipe whose next step differs from the earlier run's, as far as one replica of it shows.

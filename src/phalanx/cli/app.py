@@ -2,7 +2,8 @@
 
 Those that compare, replay and verify runs are in ``proving``.
 
-Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 75 stopped by SIGTERM or
+Exit codes: 0 done; 1 the run went wrong (its error says how); 2 the call is wrong; 3 too many processes were lost,
+run the same again; 4 two workers or processes computed different bits, so not on this machine; 75 stopped by SIGTERM or
 --max-seconds, the state was saved, run the same again; 130 stopped by Ctrl-C.
 """
 
@@ -28,7 +29,7 @@ from phalanx.cli import pages, proving, sweeps
 from phalanx.cli.common import Arguments, File, Json, Plot, load_recipe, save, show
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
-from phalanx.errors import PhalanxError, Preempted, UsageError
+from phalanx.errors import CorruptionError, PeersLostError, PhalanxError, Preempted, UsageError
 from phalanx.frameworks.registry import all_devices
 from phalanx.proof.chaos import Trial, campaign
 from phalanx.recipe import Recipe
@@ -37,10 +38,10 @@ from phalanx.surroundings.presence import rank
 from phalanx.tuning import Tuned, tune
 
 EXIT_RUN, EXIT_INTERRUPTED = 1, 130
-EXITS = {UsageError: 2, Preempted: 75}
+EXITS = {UsageError: 2, PeersLostError: 3, CorruptionError: 4, Preempted: 75}
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 75 saved at SIGTERM or --max-seconds: run again, "
-    "130 stopped by Ctrl-C."
+    "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 3 too many processes were lost: run again, 4 bits "
+    "differ: not here again, 75 saved at SIGTERM or --max-seconds: run again, 130 stopped by Ctrl-C."
 )
 
 
@@ -122,7 +123,7 @@ def train(
         recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), callbacks=callbacks,
         readers=_number(readers), audit=_number(audit), max_seconds=max_seconds, **saving,
     )  # fmt: skip
-    if rank() > 0:  # one of several processes: the first reports
+    if rank() > 0 and result.chain is None:  # one of several processes; another one reports
         return
     if weights:
         result.save(weights, averaged=result.averaged is not None)

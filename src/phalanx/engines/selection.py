@@ -51,6 +51,8 @@ def open_engine(
     max_failures: int = MOST,
     readers: int | None = 0,
     functions: Sequence[Any] = (),
+    world: Any = None,
+    min_hosts: int = 1,
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 
@@ -58,15 +60,15 @@ def open_engine(
     None: neither is allowed, and nothing is computed twice.
     ``readers``: their number. None: one for each worker, as far as cores are free.
     ``functions``: what workers will call beside the recipe's own; their packages are imported ahead.
+    ``world``: the processes of a torch.distributed world, as ``entered`` returns it; ``min_hosts``: with how many of
+    them it is worth while to go on.
     ``begin(framework)`` may give the framework the state of an earlier run, and returns what that run had done.
     """
-    if distributes(engine):
-        if audit is not None:
-            raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
+    if world is not None:
         from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
-        facts = definition, workers, devices, processors(), deadline_seconds, begin
-        return cast("Engine", open_distributed(*facts, allow=bool(allow), readers=readers))
+        facts = definition, workers, devices, processors(), world, begin
+        return cast("Engine", open_distributed(*facts, allow=bool(allow), readers=readers, least=min_hosts))
 
     replicas = definition.replicas
     count = workers or min(replicas, usable_cores())
@@ -122,9 +124,22 @@ def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definitio
         engine.close()
 
 
-def distributes(engine: str) -> bool:
-    """Whether this engine means all processes of a torch.distributed world."""
-    return engine == "distributed" or (engine == "auto" and several())
+def entered(
+    engine: str, seconds: float | None, lost_after: float, audit: Audit | None, undo: contextlib.ExitStack
+) -> Any:
+    """All processes of the torch.distributed world, if this engine means them; else None.
+
+    ``undo``: an error before the run begins is told to the others when this is left.
+    """
+    if engine != "distributed" and not (engine == "auto" and several()):
+        return None
+    if audit is not None:
+        raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
+    from phalanx.engines.hosts.world import World  # loads what speaks to networks
+
+    world = World(seconds, lost_after)
+    undo.push(world.failed)
+    return world
 
 
 class Auto(Changing[Engine]):

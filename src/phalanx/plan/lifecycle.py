@@ -108,7 +108,6 @@ class Fallen(Enum):
     ANYBODY = auto()  # others can take the places: the whole state lies in the arena, or is known
     OTHERS = auto()  # not the first worker, which keeps a part of the state to itself
     KEEPER = auto()  # the first worker, with the part that only it has
-    PARTNER = auto()  # workers that those of other hosts are connected to
 
 
 class Standing(Enum):
@@ -134,7 +133,6 @@ class Action(Enum):
     GO_BACK = auto()  # finish TAKE_BACK where it was broken off
     DO_AGAIN = auto()  # do a lost step again
     LOSE = auto()  # end the run: a part of the state is lost
-    PART = auto()  # end the run: over several hosts nobody is replaced
 
 
 class Repair(NamedTuple):
@@ -177,8 +175,6 @@ class Situation(NamedTuple):
     repair : Repair or None
     portable : bool
         Whether no worker keeps a part of the state to itself.
-    alone : bool
-        Whether all replicas are on this host.
     copies : bool
         Whether each worker has the whole state.
     """
@@ -190,7 +186,6 @@ class Situation(NamedTuple):
     kept: int
     repair: Repair | None
     portable: bool
-    alone: bool
     copies: bool = False
 
     @property
@@ -233,7 +228,6 @@ TABLE: Final[Mapping[Fallen, Mapping[Standing, Action]]] = {
         F.ANYBODY: (A.JOIN, A.STOP, A.GO_BACK, A.RESUME, A.TAKE_BACK, A.RESUME, A.RESUME),
         F.OTHERS:  (A.JOIN, A.STOP, A.LOSE, A.RESUME, A.LOSE, A.RESUME, A.RESUME),
         F.KEEPER:  (A.STOP, A.STOP, A.LOSE, A.LOSE, A.LOSE, A.LOSE, A.LOSE),
-        F.PARTNER: (A.PART, A.PART, A.PART, A.PART, A.PART, A.PART, A.PART),
     }.items()
 }  # fmt: skip
 
@@ -265,8 +259,6 @@ def who_fell(run: Situation) -> Fallen:
     """The row of the table."""
     if not run.fallen:
         return Fallen.NOBODY
-    if not run.alone:
-        return Fallen.PARTNER
     if run.portable or (run.copies and not run.lost):
         return Fallen.ANYBODY
     return Fallen.KEEPER if 0 in run.fallen else Fallen.OTHERS

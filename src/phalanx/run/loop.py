@@ -49,6 +49,8 @@ class Loop:
         the run.
     waiting : sequence of (str, str)
         Arguments that name a metric, and its name.
+    successors : callable, optional
+        Makes and begins the observers that this process needs once it reports and saves in place of another.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Loop:
         supply: Dealer | None = None,
         first: Callable[[StepReport, Any], None] | None = None,
         waiting: Sequence[tuple[str, str]] = (),
+        successors: Callable[[], Sequence[Observer]] | None = None,
     ) -> None:
+        self._successors = successors
         self._supply = supply
         self._first, self._first_batch = first, None
         self.refused = False
@@ -75,7 +79,7 @@ class Loop:
         self._completing = False
         self._due: Again | None = None  # the task that is under way, of those that complete a step
         self._after: Iterator[Callable[[], object] | Again] = iter(())  # the tasks that follow it
-        engine.run_state.told = len(engine.run_state.loss_history)
+        engine.run_state.told = len(engine.run_state.loss_history) - len(engine.run_state.unseen)
         self._begun: list[StepReport] = []  # the phases of the present step that are done
 
     @property
@@ -108,6 +112,9 @@ class Loop:
         """Do a step, on ``batch`` or the next planned one; ``watched``: the caller may look at the state after it."""
         self.complete()
         self.check_able()
+        if self._successors is not None and self._engine.run_state.leads:
+            successors, self._successors = self._successors, None
+            self._observers += tuple(successors())
         if self._completing:
             raise UsageError("a step was asked for in the middle of another; ask after that step, not in a callback")
         self._data.check(contents=False)
@@ -219,6 +226,8 @@ class Loop:
         for observer in self._observers:
             yield functools.partial(observer.step, self._report)
         state.told = self._definition.rounds.updates(report.step + 1)
+        if self._successors is not None:
+            state.kept.append(self._report)
 
     def _look_first(self, report: StepReport) -> None:
         """See whether the first step is one of this run; nobody is told of anything if it is not."""

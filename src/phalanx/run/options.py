@@ -39,6 +39,8 @@ class Options(TypedDict, total=False):
     max_failures: int
     max_seconds: float | None
     deadline_seconds: float | str
+    lost_after: float
+    min_hosts: int
     warm_start: Any
     evaluation: Evaluation | Sequence[Evaluation] | Mapping[str, Evaluation] | None
     callbacks: Sequence[Any]
@@ -240,6 +242,8 @@ CHECKS: Mapping[str, tuple[Any, Check]] = {
     "max_failures": (10, functools.partial(checks.integer, least=1)),
     "max_seconds": (None, _limit),
     "deadline_seconds": ("auto", _seconds),
+    "lost_after": (10.0, checks.positive),
+    "min_hosts": (1, functools.partial(checks.integer, least=1)),
     "warm_start": (None, _source),
     "evaluation": (None, lambda _, value: listed_evaluations(value)),
     "callbacks": ((), lambda _, value: checked_callbacks(value)),

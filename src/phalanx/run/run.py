@@ -13,7 +13,7 @@ from phalanx.checkpoint.saver import Saver, holds, write_apart
 from phalanx.definition import checks
 from phalanx.definition.evaluation import DEFAULT_BATCH, Evaluation, check_samples
 from phalanx.definition.fields import Definition, matches
-from phalanx.errors import LeftError, PhalanxError, Preempted, SnapshotError, UsageError
+from phalanx.errors import LeftError, PeersLostError, PhalanxError, Preempted, SnapshotError, UsageError
 from phalanx.run.loop import Loop
 from phalanx.run.result import Result, result_of
 from phalanx.seams import Engine
@@ -343,6 +343,10 @@ class Run:
         """After the step that is being done, save (in ``run_dir``) and raise ``Preempted``; for signal handlers."""
         self._terminated = why
 
+    def save_by(self, saver: Saver | None) -> None:
+        """Take what saves this run, as the process that saved it has fallen."""
+        self._saver = saver
+
     def _now(self, *, copy: bool) -> Result:
         """The state as it is; ``copy``: independent of the run."""
         if self._loop.refused:
@@ -389,7 +393,7 @@ class Run:
         with self._handed_over():
             try:
                 report = self._loop.advance(batch, watched=self._watched)
-            except LeftError as error:
+            except (LeftError, PeersLostError) as error:
                 raise self._preempted() if self._terminated else error from None
             if self._terminated and self._engine.pause():
                 raise self._preempted()
@@ -402,7 +406,8 @@ class Run:
         return shown
 
     def _preempted(self) -> Preempted:
-        nothing = "nothing is saved here: there is no run_dir, or it is that of process 0"
+        self._engine.run_state.leaving = self._terminated
+        nothing = "nothing is saved here: there is no run_dir, or another process saves"
         outcome = nothing if self._saver is None else self._saver.last_word()
         return Preempted(f"{self._terminated}, and {outcome}", step=self.steps - 1)
 

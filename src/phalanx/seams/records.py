@@ -13,6 +13,7 @@ from phalanx.definition.data import Share
 from phalanx.plan import Audit, Rounds
 from phalanx.plan.lifecycle import MOST
 
+MOST_KEPT = 1024  # as many steps as workers may be ahead of a process
 Vector = list[Any]
 Measurement = Callable[[], list[Any]]  # waits for metrics over a chunk of samples: what each read
 Weights = Mapping[str, Any]  # values of parameters by name
@@ -265,9 +266,11 @@ class Incident(NamedTuple):
     seconds : float
         When, on the clock of ``time.perf_counter``.
     kind : str
-        "death", "replaced", or "rollback" for all of them.
+        "death", "replaced", or "rollback" for all of them. Over several hosts also "lost" and "joined", of a process,
+        and "again" where the same processes connected anew.
     worker, step : int
-        Which worker, in which step; for a rollback the step whose update broke off; -1 where nobody can tell who.
+        Which worker or process, in which step; for a rollback the step whose update broke off; -1 where nobody can
+        tell who.
     why : str
         What ended it, or was found.
     """
@@ -343,6 +346,14 @@ class RunState:
         How many updates observers were told of, after all that completes a step.
     unseen : deque of StepReport
         Updates that were done while nobody waited for them.
+    kept : deque of StepReport
+        The newest steps, where this process may have to report them in place of another.
+    made : Any
+        What model and optimizers were made, as snapshots describe it; None without a directory.
+    leads : bool
+        Whether this process reports and saves; false in all but one of several.
+    leaving : str
+        Why this process leaves a run that others go on with; "" if it does not.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
@@ -366,6 +377,10 @@ class RunState:
     max_failures: int = MOST
     told: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
+    kept: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=MOST_KEPT))
+    made: Any = None
+    leads: bool = True
+    leaving: str = ""
 
     @property
     def complete(self) -> bool:

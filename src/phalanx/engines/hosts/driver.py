@@ -1,37 +1,49 @@
 """The distributed engine: this host's part of a run over several, in worker processes.
 
 Every process of the world does the same steps, and has the whole state. Workers exchange what hosts need of each other
-(``rendezvous``). A process that is lost, or leaves the run, ends it everywhere, with an error that names the process.
+(``rendezvous``). A run is a sequence of incarnations. One ends when a member or a worker falls, or a process wants to
+join: all end their workers after a whole step, agree on the next incarnation (``plan.membership``), give the state to
+who has not got it, and start workers again. What was computed of a step that nobody finished is computed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
+from phalanx.definition import checks
 from phalanx.definition.data import Columns, Drawn
 from phalanx.definition.described import shared
+from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import hashed
 from phalanx.engines.changing import Changing
-from phalanx.engines.hosts.world import CLOSED, World
+from phalanx.engines.hosts.members import CLOSED, DONE, FAILED, LEAVES
+from phalanx.engines.hosts.world import World
 from phalanx.engines.processes.driver import Processes, beside
+from phalanx.engines.processes.starter import WARM
 from phalanx.engines.recovery.failures import Deadline
-from phalanx.errors import SeveredError, UsageError
+from phalanx.errors import LostError, PeersLostError, RunError, SeveredError, UsageError
 from phalanx.frameworks.registry import open_framework, recorded_environment
-from phalanx.plan import Rounds
 from phalanx.plan.fold import hosts
+from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Framework
-from phalanx.seams.records import Captured, Evaluated, RunState, StepReport
+from phalanx.seams.records import Captured, Evaluated, Exported, Incident, RunState, StepReport, Training, Weights
 
+T = TypeVar("T")
 COMPARED_BYTES = 256 << 20
 PATIENCE = 60.0  # seconds beyond those that workers wait for other hosts
+WAKING_SECONDS = 0.05
+KEPT = 4  # reports that a member may lack which is one step behind
 
 
 class Distributed(Changing[Processes]):
-    """Implements ``seams.Engine`` for one process of a torch.distributed world, by an engine for this host.
+    """Implements ``seams.Engine`` for one process of a torch.distributed world, by an engine for each incarnation.
 
     Parameters
     ----------
@@ -42,67 +54,82 @@ class Distributed(Changing[Processes]):
     workers : int
         Their number on each host.
     readers : int
+    least : int
+        With how many members it is worth while to go on.
+    chosen : dict, optional
+        The incarnation that this process joins.
     """
 
     def __init__(
-        self,
-        definition: Definition,
-        framework: Framework,
-        run_state: RunState,
-        world: World,
-        workers: int,
-        readers: int = 0,
-    ) -> None:
-        self._definition = definition
-        self._framework = framework
-        self._world = world
-        self._on_each, self._readers = workers, readers
-        super().__init__(run_state, self._on_this_host)
-        self.workers, self._last = workers * world.size, False
+        self, definition: Definition, framework: Framework, run_state: RunState, world: World, workers: int,
+        readers: int = 0, least: int = 1, chosen: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._definition, self._framework, self._world = definition, framework, world
+        self._on_each, self._readers, self._least = workers, readers, least
+        self._deadline = Deadline(world.seconds + PATIENCE)
+        self._whole, self._last, self._gone, self._owner = chosen is None, False, False, os.getpid()
+        self._stuck = 0  # incarnations in a row that finished no step
+        self._recent = deque[StepReport](maxlen=KEPT)
+        self.run_state = run_state
+        begin = self._on_this_host if chosen is None else lambda: self._entered(chosen)[1]
+        super().__init__(run_state, begin)
+        self.workers = workers * world.size
 
     def _on_this_host(self) -> Processes:
         definition, framework, world = self._definition, self._framework, self._world
         blocks, placements = hosts(definition.replicas, world.size, self._on_each)
         rendezvous = world.rendezvous(blocks)
-        deadline = Deadline(world.seconds + PATIENCE)
         placement = dataclasses.replace(placements[world.rank], copies=bool(framework.sharing.devices))
-        facts = definition, framework, placement, self.run_state, deadline, rendezvous
-        return Processes(*facts, readers=self._readers)
+        facts = definition, framework, placement, self.run_state, self._deadline, rendezvous
+        return Processes(*facts, readers=self._readers, alarm=world.members.news)
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
-        """Any error ends the run, here and in all other processes."""
+        """What the recipe raises ends the run, here and in all other processes."""
         self.check_able()
         step = self._steps
         try:
-            if batch is not None:
-                self._check_batch(step, batch)
-            report = self.engine.advance(batch, horizon)
-            self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
-            return report
-        except SeveredError as error:
-            failure = self._world.lost(error, step)
-            self._quit(str(failure))
-            raise failure from None
+            report = self._kept_up(lambda: self._advanced(step, batch, horizon))
         except BaseException as error:
-            self._world.tell(f"{type(error).__name__}: {error}")
-            self._quit(f"{type(error).__name__} ({error}) at step {step}, and others do not wait for it")
+            away = isinstance(error, PeersLostError)  # the others may go on
+            self._quit(LEAVES if away else FAILED, f"{type(error).__name__}: {error}", step)
             raise
+        self._recent.append(report)
+        self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
+        self._stuck = 0
+        if self._finished:
+            self._world.members.finish()
+        return report
+
+    def _advanced(self, step: int, batch: Any, horizon: int) -> StepReport:
+        if self.run_state.unseen:  # it was finished while an incarnation ended
+            return self.run_state.unseen.popleft()
+        if batch is not None:
+            self._check_batch(step, batch)
+        return self.engine.advance(batch, horizon)
+
+    def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
+        return self._kept_up(lambda: self.engine.evaluate(metrics, data, batch_size, weights))
+
+    def schedule(self, value: float | Training, epoch: int) -> None:
+        self._kept_up(lambda: self.engine.schedule(value, epoch))
+
+    def export(self, *, copy: bool, digest: bool = True) -> Exported:
+        return self._kept_up(lambda: self.engine.export(copy=copy, digest=digest))
 
     def capture(self) -> Captured:
         """Works after others have left, too. The state is that of the last step that was finished here."""
         if not self.engine.closed or self.engine.lost:
-            return self.engine.capture()
-        with self._framework.environment:
-            return self._framework.capture(copy=False)
+            return self._kept_up(lambda: self.engine.capture())
+        return self._captured()
 
     def close(self) -> None:
-        """Copy the state to the caller, end the workers, leave the world."""
-        if not self.engine.closed and not self.engine.ended and not self._finished:
-            self._world.tell(f"{CLOSED} {self._steps} steps")
-        try:
-            self.engine.close()
-        finally:
-            self._world.close()
+        """Copy the state to the caller, end the workers, leave the world. Who is done first waits for the others."""
+        if self._finished and not self._gone and not self.engine.ended:
+            self._see_off()
+        if self.run_state.leaving:
+            self._quit(LEAVES, self.run_state.leaving)
+        else:
+            self._quit(DONE if self._finished else CLOSED, f"it was closed after {self._steps} steps")
 
     @property
     def _steps(self) -> int:
@@ -113,10 +140,110 @@ class Distributed(Changing[Processes]):
         """Whether all planned steps are done, so that nobody waits for this process any more."""
         return self._last or (self._definition.updates is not None and self._steps == self._definition.updates)
 
-    def _quit(self, why: str) -> None:
-        """Copy the state after the last finished step to the caller, as far as it is whole, and end the run here."""
-        self.engine.ended = why
-        self.close()
+    def _see_off(self) -> None:
+        """Wait until all members have done all steps: one that was a step behind when another fell needs the state."""
+        while not self._world.members.finish():
+            time.sleep(WAKING_SECONDS)
+            try:
+                self._world.check()
+            except SeveredError as error:
+                self._go_on(error)
+
+    def _quit(self, way: str, why: str, step: int | None = None) -> None:
+        """Copy the state after the last finished step to the caller, as far as it is whole, and leave the run."""
+        if self._gone or os.getpid() != self._owner:
+            return
+        self._gone = True
+        try:
+            if step is None:
+                self.engine.close()
+            else:
+                self.engine.break_off()
+                self.engine.ended = f"{why} at step {step}, and others do not wait for it"
+        finally:
+            self._world.part(way, why)
+
+    def _kept_up(self, do: Callable[[], T]) -> T:
+        """Do something. If an incarnation ends meanwhile, do it in the next one."""
+        while True:
+            try:
+                return do()
+            except (SeveredError, LostError) as error:
+                if self._gone or os.getpid() != self._owner:
+                    raise
+                self._go_on(error)
+
+    def _go_on(self, error: RunError) -> None:
+        """End this incarnation, and begin the next one that all members agree on."""
+        began, was = time.perf_counter(), list(self._world.members.ranks)
+        self.engine.break_off()
+        self._whole = not self.engine.lost
+        self._stuck += 1
+        if self._stuck > MOST:
+            raise RunError(
+                f"{self._stuck} times in a row no step was finished, the last time: {error}", step=self._steps
+            )
+        chosen = self._agreed()
+        lost = {rank: self._world.members.spelled(rank) for rank in was if rank in chosen["joined"] + chosen["lost"]}
+        chosen, self.engine = self._entered(chosen)
+        self.workers = self._on_each * self._world.size
+        self._note(chosen, lost, str(error), time.perf_counter() - began)
+
+    def _agreed(self) -> dict[str, Any]:
+        state = self.run_state
+        complete = state.told == self._steps - len(state.unseen) and not state.between_phases
+        told = {"step": self._steps if self._whole else None, "open": complete}
+        return self._world.agree_anew(told, self._least)
+
+    def _entered(self, chosen: dict[str, Any]) -> tuple[dict[str, Any], Processes]:
+        """Begin the incarnation that was agreed on, or a later one if members fall meanwhile."""
+        while True:
+            try:
+                self._world.next(chosen)
+                self._share(chosen)
+                return chosen, self._on_this_host()
+            except SeveredError:
+                chosen = self._agreed()
+
+    def _share(self, chosen: dict[str, Any]) -> None:
+        """Have the whole state here: give it to members that have not got it, or take it from the one that has."""
+        me, state = self._world.members.me, self.run_state
+        if me == chosen["source"] and chosen["behind"]:
+            reports = [
+                report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *state.unseen)
+            ]
+            more = {"reports": [report._asdict() for report in reports], "told": self._steps - len(state.unseen)}
+            content = _sent(self._captured(), state, {**state.callbacks, **state.states()}, **more)
+            self._world.send(content, chosen["behind"])
+        elif me in chosen["behind"]:
+            captured, history = unpacked(self._world.receive(chosen["source"]))
+            with self._framework.environment:
+                self._framework.adopt(captured)
+            if not self._steps:
+                _take(state, captured, history)
+                del state.loss_history[history["told"] :]
+            for report in (StepReport(**{**facts, "parts": tuple(facts["parts"])}) for facts in history["reports"]):
+                if report.step == self._steps:
+                    state.add(report.loss, 0)
+                    state.unseen.append(report)
+            state.samples = history["samples"]
+        if (self._steps, self._whole) != (chosen["step"], True) and me not in chosen["behind"]:
+            raise RunError(f"this process has done {self._steps} steps where {chosen['step']} were agreed on")
+        self._whole, state.leads = True, chosen["keeper"] == me
+
+    def _captured(self) -> Captured:
+        with self._framework.environment:
+            return self._framework.capture(copy=False)
+
+    def _note(self, chosen: dict[str, Any], lost: dict[int, str], error: str, pause: float) -> None:
+        """Note who was lost and who joined; or that the same members began anew, as one has lost a worker."""
+        what = [("lost", rank, why) for rank, why in lost.items()]
+        what += [("joined", rank, self._world.named(rank)) for rank in chosen["joined"]]
+        for kind, rank, why in what or [("again", -1, error)]:
+            told = f"{why}; went on after {pause:.2f} s, processes: {self._world.size}"
+            self.run_state.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], told))
+            if self.run_state.leads:
+                checks.warn(f"step {chosen['step']}: {told}")
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""
@@ -129,17 +256,10 @@ class Distributed(Changing[Processes]):
 
 
 def open_distributed(
-    definition: Definition,
-    workers: int | None,
-    devices: Sequence[str],
-    cores: Sequence[int],
-    seconds: float | None,
-    begin: Callable[[Framework], RunState],
-    *,
-    allow: bool = False,
-    readers: int | None = 0,
-) -> Distributed:
-    """Meet the others, check that all agree, adopt rank 0's state, and start this host's workers.
+    definition: Definition, workers: int | None, devices: Sequence[str], cores: Sequence[int], world: World,
+    begin: Callable[[Framework], RunState], *, allow: bool = False, readers: int | None = 0, least: int = 1,
+) -> Distributed:  # fmt: skip
+    """Check that all processes agree, adopt rank 0's state, and start this host's workers. Or join a run.
 
     Raises
     ------
@@ -148,32 +268,36 @@ def open_distributed(
     RunError
         Another process does not come.
     """
-    world = World(seconds)
-    try:
-        if world.size > definition.replicas:
-            raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
-        framework = open_framework(definition, devices, allow=allow, processes=world.size, apart=True)
-        named = framework.sharing.devices
-        if len(named) > 1:
-            raise UsageError(
-                f"devices names {len(named)} devices in each of {world.size} processes; start a process for each "
-                "device, as torchrun --nproc-per-node does, with devices='local'"
-            )
-        recipe, doubts = shared(definition)
-        room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, doubts, cores)
-        count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
-        count = 1 if named else count
-        run_state = _same_start(world, framework, begin, definition.rounds)
-        run_state.allow = allow
-        return Distributed(definition, framework, run_state, world, count, beside(readers, count, room))
-    except SeveredError as error:
-        failure = world.lost(error, 0)
-        world.close()
-        raise failure from None
-    except BaseException as error:
-        world.tell(f"{type(error).__name__}: {error}")
-        world.close()
-        raise
+    if world.size > definition.replicas:
+        raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
+    framework = open_framework(definition, devices, allow=allow, processes=world.size, apart=True)
+    named = framework.sharing.devices
+    if len(named) > 1:
+        raise UsageError(
+            f"devices names {len(named)} devices in each of {world.size} processes; start a process for each "
+            "device, as torchrun --nproc-per-node does, with devices='local'"
+        )
+    recipe, doubts = shared(definition)
+    room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, doubts, cores)
+    count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
+    count = 1 if named else count
+    chosen = _let_in(world, definition) if world.joins else None
+    run_state = RunState() if world.joins else _same_start(world, framework, begin)
+    run_state.allow, run_state.rounds = allow, definition.rounds
+    facts = definition, framework, run_state, world, count, beside(readers, count, room)
+    return Distributed(*facts, least, chosen)
+
+
+def _let_in(world: World, definition: Definition) -> dict[str, Any]:
+    """Get ready, then ask to be let in; returns the incarnation that has this process."""
+    WARM.prepare(definition)
+    end = time.monotonic() + world.seconds
+    while not WARM.awake and time.monotonic() < end:
+        time.sleep(WAKING_SECONDS)
+    chosen = world.join()
+    if chosen is None:
+        raise PeersLostError("the run that this process was to join has ended; start all processes again")
+    return chosen
 
 
 def _facts(definition: Definition, framework: Framework, workers: int | None) -> dict[str, Any]:
@@ -192,30 +316,41 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     }
 
 
-def _same_start(world: World, framework: Framework, begin: Callable[[Framework], RunState], rounds: Rounds) -> RunState:
+def _same_start(world: World, framework: Framework, begin: Callable[[Framework], RunState]) -> RunState:
     """Rank 0 may go on from a snapshot; all others adopt its state."""
     if world.rank == 0:
         run_state = begin(framework)
-        history = {
-            "losses": run_state.loss_history,
-            "samples": run_state.samples,
-            "resumed_from": run_state.resumed_from,
-            "averaging": run_state.averaging,
-            "evaluated": [dataclasses.astuple(item) for item in run_state.evaluated],
-        }
-        history[CALLBACKS], tensors = kept(run_state.callbacks)
         with framework.environment:
-            captured = framework.capture(copy=False)
-            world.broadcast(packed(dataclasses.replace(captured, training={**captured.training, **tensors}), history))
+            content = _sent(framework.capture(copy=False), run_state, run_state.callbacks)
+        world.send(content, range(1, world.size))
         return run_state
-    captured, history = unpacked(world.broadcast(b""))
+    captured, history = unpacked(world.receive(0))
     with framework.environment:
         framework.adopt(captured)
-    evaluated = [Evaluated(*item) for item in history["evaluated"]]
-    run_state = RunState(
-        history["losses"], history["samples"], resumed_from=history["resumed_from"], evaluated=evaluated
-    )
-    run_state.rounds = rounds
-    run_state.averaging = tuple(history["averaging"]) if history["averaging"] else None
-    run_state.callbacks = states_in(history, captured.training)
+    run_state = RunState(leads=False)
+    _take(run_state, captured, history)
     return run_state
+
+
+def _sent(captured: Captured, state: RunState, callbacks: dict[str, Any], **more: Any) -> bytes:
+    """A state and what was done until then, as other processes take it."""
+    history: dict[str, Any] = {
+        "losses": state.loss_history,
+        "samples": state.samples,
+        "resumed_from": state.resumed_from,
+        "averaging": state.averaging,
+        "made": state.made,
+        "evaluated": [dataclasses.astuple(item) for item in state.evaluated],
+        **more,
+    }
+    history[CALLBACKS], tensors = kept(callbacks)
+    return packed(dataclasses.replace(captured, training={**captured.training, **tensors}), history)
+
+
+def _take(state: RunState, captured: Captured, history: dict[str, Any]) -> None:
+    """Note what another process has done."""
+    state.loss_history += history["losses"]
+    state.samples, state.resumed_from, state.made = (history[name] for name in ("samples", "resumed_from", "made"))
+    state.evaluated += [Evaluated(*item) for item in history["evaluated"]]
+    state.averaging = tuple(history["averaging"]) if history["averaging"] else None
+    state.callbacks = states_in(history, captured.training)

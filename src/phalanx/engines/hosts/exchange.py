@@ -21,7 +21,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.engines.hosts.gloo import TCP, Gloo
-from phalanx.errors import SeveredError
+from phalanx.errors import CorruptionError, RunError
 from phalanx.plan.fold import Node, added, remaining
 from phalanx.seams.records import Part, packed
 
@@ -112,6 +112,8 @@ class Across:
         Shaped as the parameters' gradients, with any content; tensors, or numpy arrays.
     owned : sequence of int
         The parameters that this worker and its counterparts own, and add up.
+    check : callable
+        Raises if there is nothing to wait for any more.
 
     Attributes
     ----------
@@ -120,8 +122,9 @@ class Across:
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, worker: int, replicas: int, blanks: Sequence[Any], owned: Sequence[int]
-    ) -> None:
+        self, rendezvous: Rendezvous, worker: int, replicas: int, blanks: Sequence[Any], owned: Sequence[int],
+        check: Callable[[], object] = bool,
+    ) -> None:  # fmt: skip
         self._run = rendezvous.run
         self._rank = rendezvous.rank
         self._blocks = rendezvous.blocks
@@ -139,9 +142,8 @@ class Across:
         limit = datetime.timedelta(seconds=rendezvous.seconds)
         store = TCP(*rendezvous.address, is_master=False, timeout=limit)
         worker_store = PrefixStore(f"phalanx/{rendezvous.run}/worker {worker}", store)
-        self._gloo = Gloo(
-            worker_store, rendezvous.rank, len(rendezvous.blocks), rendezvous.seconds, rendezvous.interface
-        )
+        facts = rendezvous.rank, len(rendezvous.blocks), rendezvous.seconds, rendezvous.interface
+        self._gloo = Gloo(worker_store, *facts, check)
 
     def tell(
         self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
@@ -259,7 +261,7 @@ class Across:
                 else:
                     message += "; they do not do the same run: start all of them again"
                 self._gloo.close()
-                raise SeveredError(message, step=int(mine[1]))
+                raise (CorruptionError if name == "weights" else RunError)(message, step=int(mine[1]))
 
     def _dealt(self, layout: Layout, summands: Callable[[int], Sequence[Summands]]) -> list[Piece]:
         """Pack this host's partial sums, a row per node, and send each piece as soon as it is whole."""

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from phalanx.errors import SeveredError
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
 SIOCGIFADDR = 0x8915
+NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
+LEFT: list[Any] = []  # groups that were left while something was under way
 GROUP: Any = dist.ProcessGroupGloo
 TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -40,10 +43,14 @@ class Gloo:
         How long to wait for another process.
     interface : str
         The network interface to use, unless the environment names one; "" leaves the choice to torch.
+    check : callable, optional
+        Called while ``gather`` waits; raises to end that.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, seconds: float, interface: str) -> None:
-        self._rank, self._size = rank, size
+    def __init__(
+        self, store: Any, rank: int, size: int, seconds: float, interface: str, check: Callable[[], object] = bool
+    ) -> None:
+        self._check = check
         named = os.environ.get(INTERFACE, interface).partition(",")[0]
         options = GROUP._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
@@ -51,17 +58,18 @@ class Gloo:
         self.group: Any = None
         self.group = self._call(GROUP, store, rank, size, options)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy the first process's tensor to all others."""
-        self._call(self.group.broadcast, tensor, 0).wait()
-
     def gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
         """Fill ``gathered`` with the bytes of all processes, equally many of each, in the order of ranks."""
-        rows = gathered.view(self._size, -1)
-        rows[self._rank] = mine
-        others = [other for other in range(self._size) if other != self._rank]
-        works = [self.begin_receive(rows[other], other) for other in others]
-        self.wait(works + [self.begin_send(mine, other) for other in others])
+        work, nap = self._call(self.group._allgather_base, gathered, mine), NAP_SECONDS
+        try:
+            while not work.is_completed():
+                self._check()
+                time.sleep(nap)
+                nap = min(2 * nap, LONGEST_NAP_SECONDS)
+        except BaseException:  # torch's destructor would wait for what is under way
+            LEFT.append((self.group, work, gathered, mine))
+            raise
+        self._call(work.wait)
 
     def begin_send(self, tensor: torch.Tensor, other: int) -> Any:
         """Begin to send memory to another process. It must not be written until the work is waited for."""
@@ -94,13 +102,22 @@ def _short(error: Exception) -> str:
     return re.sub(r"\[[^\]]*\.cc:\d+\] ?", "", str(error)).partition(". This is typically")[0].strip()
 
 
+def own_address(address: str) -> str:
+    """The address of this host on the way to another."""
+    with contextlib.suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
 def towards(address: str) -> str:
     """The interface by which ``address`` is reached; "" if that cannot be told."""
     if not address:
         return ""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        own = probe.getsockname()[0]
+        own = own_address(address)
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 ifreq = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from phalanx.engines.hosts.exchange import CHECK_STEPS, Across, Mask, Rendezvous, Summands
 from phalanx.engines.processes.link import ArenaLink, union
-from phalanx.plan.fold import Placement, added, covers
-from phalanx.seams import Framework
+from phalanx.errors import Trouble
+from phalanx.plan.fold import added, covers
 from phalanx.seams.records import Part, Vector
-from phalanx.shared.counters import Barrier
-from phalanx.shared.layout import Plan
-from phalanx.shared.state import Shard
 
 NOTHING = b"\0"  # a note of a replica without buffers
 
@@ -36,19 +33,12 @@ class HostLink(ArenaLink):
         As of ``ArenaLink``.
     """
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        framework: Framework,
-        shard: Shard,
-        plan: Plan,
-        placement: Placement,
-        arena: mmap.mmap,
-        barrier: Barrier,
-    ) -> None:
-        super().__init__(framework, shard, plan, placement, arena, barrier)
+    def __init__(self, rendezvous: Rendezvous, *facts: Any) -> None:
+        super().__init__(*facts)
+        _, shard, plan, placement, _, barrier = facts
         owned = [index for index, owner in enumerate(plan.layout.owners) if owner == barrier.worker]
-        self._across = Across(rendezvous, barrier.worker, placement.replicas, self.slots.blanks(), owned)
+        blanks = self.slots.blanks()
+        self._across = Across(rendezvous, barrier.worker, placement.replicas, blanks, owned, self._leave_if_broken)
         carried = shard.buffer_payload if barrier.worker == 0 else []
         # For each replica its pieces, and flags that say which of them changed.
         self._buffer_payload = carried or [[memoryview(bytearray())]] * placement.replicas
@@ -82,6 +72,11 @@ class HostLink(ArenaLink):
 
         self.there = union(self._masks)
         return self.slots.fold([self._across.total(self._masks, summands)], _alone, weight)
+
+    def _leave_if_broken(self) -> None:
+        """Leave the step if another worker of this host failed, or the run goes on with other members."""
+        if self._counters.trouble:
+            raise Trouble
 
     def _host_masks(self) -> list[Mask]:
         """Which gradients each of this host's sums has: those that the sum of any of its workers has."""

@@ -1,70 +1,96 @@
-"""The torch.distributed world of a run: which processes are there, whether all do the same run, and which left it.
+"""The processes of a run over several hosts: who they are, whether all do the same run, and how they are connected.
 
-Its store is opened here. In it the processes of one run find each other, and it outlives the run. Nothing is unpickled:
-processes exchange JSON in the world's store, and bytes of known layout.
+At the start they find each other in the store of their torch.distributed world. Later ones find the run by the beats of
+its members, and each incarnation has a store of its own, so nothing depends on one host. Nothing is unpickled:
+processes exchange JSON, and bytes of known layout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import pathlib
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from phalanx.definition.checks import warn
+from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, towards
-from phalanx.errors import LeftError, PhalanxError, RunError, UsageError
+from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, own_address, towards
+from phalanx.engines.hosts.members import CLOSED, FAILED, Farewell, Members
+from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, surroundings
+from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
+from phalanx.plan.membership import mutual, quorum
+from phalanx.surroundings import interrupts
 
+T = TypeVar("T")
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
-GRACE_SECONDS = 6.0  # until survivors have said that they are there
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
-POLL_SECONDS = 0.05
-CLOSED = "it was closed after"
+BRIEF_SECONDS = 0.005
+CONNECT_SECONDS = 20.0  # until members that have agreed are connected
+PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
 RUNS = [0]  # begun in this process; the same number in all processes
-ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
-STORES: dict[tuple[int, int, str, int], Any] = {}
+
+
+class UnderWayError(PhalanxError):
+    """A run is under way that this process can join; never leaves this module."""
 
 
 class World:
-    """All processes of a run, before its first step and after something went wrong.
+    """All processes of a run: who they are, before its first step and whenever that changes.
 
     Parameters
     ----------
     seconds : float or None
         How long to wait for others.
+    lost_after : float
+        Seconds after which a silent process is lost.
 
     Attributes
     ----------
     rank, size : int
+        Among the members of the present incarnation.
+    members : Members
+    joins : bool
+        Whether this process joins a run that is under way.
+    keeper : int
+        The member that reports and saves.
     """
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, lost_after: float) -> None:
         self.seconds = SECONDS if seconds is None else seconds
         RUNS[0] += 1
-        base, self.rank, self.size = opened(self.seconds)
-        self._tcp = address_of(base)
-        store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
-        with reached(self._tcp[0]):
-            self.run = run_of(store, self.rank, self.size, self.seconds)
-        self._store = c10d.PrefixStore(str(self.run), store)
-        self._names = [""] * self.size
+        self.rank, self.size, address, port = surroundings()
+        world = f"{port} {self.size} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+        self.members = Members(self.rank, own_address(address), port + self.rank, world, lost_after)
+        self.members.look_for({0: [address, port]} if self.rank else {})
+        self.joins, self.keeper = False, 0
         self._gloo: Gloo | None = None
-        self._told = False
+        self._names = dict[int, str]()
+        try:
+            facts = self.rank, self.size, address, port, self.seconds
+            base = apart(functools.partial(opened, *facts), self._look)
+            self._tcp = address_of(base)
+            store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
+            with reached(self._tcp[0]):
+                self.run = run_of(store, self.rank, self.size, self.seconds, self._look)
+            self._store = c10d.PrefixStore(str(self.run), store)
+        except UnderWayError:
+            self.joins = True
+        except BaseException:
+            self.members.close()
+            raise
 
     def agree(self, facts: Mapping[str, Any], doubts: Mapping[str, str], cores: Sequence[int]) -> int:
         """Check that all have the same recipe in the same environment; returns how many workers each has room for.
@@ -78,11 +104,14 @@ class World:
         RunError
             A process did not come, or has left again.
         """
-        given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores)}
+        given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores), "place": self.members.place}
         mine = json.loads(json.dumps(given, default=repr))
+        self.members.facts = hashed(json.dumps([mine[name] for name in facts])).hex()
+        if self.joins:
+            return max(1, len(cores))
         self._store.set(f"facts/{self.rank}", json.dumps(mine))
         everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
-        self._names = [item["host"].split()[0] for item in everybody]
+        self._hosts = {rank: item["host"] for rank, item in enumerate(everybody)}
         for rank, theirs in enumerate(everybody):
             for name in facts:
                 if theirs.get(name) != mine[name]:
@@ -94,26 +123,141 @@ class World:
                         f"{name} is {value} in {here}, and {theirs['doubts'][name]} in {there}; if it decides the "
                         "answer, that depends on who computes what"
                     )
-        self._hosts = [item["host"] for item in everybody]
-        together = len(set(self._hosts)) == 1
-        self._interface = LOOPBACK if together else towards(self._tcp[0])
-        store = c10d.PrefixStore("callers", self._store)
-        self._gloo = Gloo(store, self.rank, self.size, self.seconds, self._interface)
+        self._connect(self.seconds)
+        self.members.begin(self.run, 0, {rank: item["place"] for rank, item in enumerate(everybody)})
         return min(_room(item, everybody) for item in everybody)
+
+    def agree_anew(self, told: dict[str, Any], least: int) -> dict[str, Any]:
+        """Agree with the members that are left on the next incarnation.
+
+        Parameters
+        ----------
+        told : dict
+            step: how many updates the state here has, None if it is lost; open: whether others may join now.
+        least : int
+            With how many members it is worth while.
+
+        Raises
+        ------
+        PeersLostError
+            This member may not go on.
+        RunError, LeftError
+            A member left in a way that ends the run.
+        """
+        chosen = self.members.agree(told, functools.partial(self._proposed, least), self.seconds)
+        if (final := self.members.final) is not None:
+            rank, (way, why) = final
+            kind = LeftError if way == CLOSED else RunError
+            raise kind(f"{self.named(rank)} left the run: {why}. So it has ended here, too")
+        if str(self.members.me) not in chosen["places"]:
+            raise PeersLostError(f"the other members go on without {self.named(self.members.me)}: they did not hear it")
+        if chosen["wrong"]:
+            raise PeersLostError(chosen["wrong"])
+        return chosen
+
+    def next(self, chosen: Mapping[str, Any]) -> None:
+        """Begin the incarnation that was agreed on. Raises a SeveredError if a member has fallen meanwhile."""
+        places = {int(rank): place for rank, place in chosen["places"].items()}
+        self.members.begin(chosen["run"], chosen["number"], places)
+        self._hosts = {int(rank): host for rank, host in chosen["hosts"].items()}
+        self.keeper = chosen["keeper"]
+        self.run, self._tcp = chosen["run"] + chosen["number"], tuple(chosen["store"])
+        self.rank, self.size = self.members.ranks.index(self.members.me), len(places)
+        limit = datetime.timedelta(seconds=CONNECT_SECONDS)
+        try:
+            store = self._own_store if self.rank == chosen["leader"] else TCP(*self._tcp, timeout=limit)
+        except Exception as error:
+            raise SeveredError(f"the members' store at {self._tcp[0]} cannot be reached: {error}") from error
+        self._store = c10d.PrefixStore(str(chosen["number"]), store)
+        self._connect(CONNECT_SECONDS)
+
+    def join(self) -> dict[str, Any] | None:
+        """Ask to join the run that is under way; returns the incarnation that has this process, None if it has ended.
+
+        Raises
+        ------
+        UsageError
+            The others train another recipe, or in another environment.
+        """
+        chosen = self.members.join(_host())
+        if self.members.refused:
+            raise UsageError(
+                "a run is under way on these hosts, and its recipe, options, library versions or numeric environment "
+                "are others than those of this process; start it with the same, or end that run first"
+            )
+        return chosen
+
+    def _look(self) -> None:
+        interrupts.check()
+        self.members.news()
+        if self.members.under_way is not None:
+            raise UnderWayError
+
+    def _connect(self, seconds: float) -> None:
+        """Connect the callers' processes of all members."""
+        self._names = {rank: host.split()[0] for rank, host in self._hosts.items()}
+        together = len(set(self._hosts.values())) == 1
+        self._interface = LOOPBACK if together else towards(self._tcp[0])
+        if self._gloo is not None:
+            self._gloo.close()
+        store = c10d.PrefixStore("callers", self._store)
+        facts = store, self.rank, self.size, seconds, self._interface, self.check
+        self._gloo = apart(functools.partial(Gloo, *facts), self.check)
+
+    def check(self) -> None:
+        """Raise a SeveredError if this incarnation has to end."""
+        interrupts.check()
+        if why := self.members.news():
+            raise SeveredError(why)
+
+    def _proposed(self, least: int, stopped: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+        """The next incarnation, as this member would have it, from what those tell that have stopped."""
+        members = self.members
+        hears = {rank: set(facts["hears"]) & stopped.keys() for rank, facts in stopped.items()}
+        group = mutual(hears, members.me)
+        if not quorum(members.ranks, group):
+            return None
+        steps = {rank: stopped[rank]["step"] for rank in group if stopped[rank]["step"] is not None}
+        source = min(steps, key=lambda rank: (-steps[rank], rank), default=-1)
+        able = bool(steps) and stopped[source]["open"]
+        joining = {rank: facts for rank, facts in members.joining.items() if able and rank not in group}
+        wrong = "" if steps else "no member has the state of a whole step any more; start again"
+        if len(group) + len(joining) < least:
+            wrong = f"min_hosts is {least}, and {len(group)} members are left; start again when there are more"
+        self._own_store = TCP(members.place[0], 0, is_master=True, wait_for_workers=False)
+        everybody = sorted([*group, *joining])
+        hosts = self._hosts | {rank: facts["host"] for rank, facts in joining.items()}
+        places = members.places | {rank: facts["place"] for rank, facts in joining.items()}
+        proposed = {
+            "run": members.run, "number": members.number + 1, "wrong": wrong, "step": steps.get(source),
+            "places": {rank: places[rank] for rank in everybody}, "hosts": {rank: hosts[rank] for rank in everybody},
+            "joined": sorted(joining), "lost": sorted(set(members.ranks) - set(group)), "source": source,
+            "behind": [rank for rank in everybody if steps.get(rank) != steps.get(source)],
+            "keeper": self.keeper if self.keeper in group else min(group),
+            "leader": everybody.index(members.me), "store": [members.place[0], self._own_store.port],
+        }  # fmt: skip
+        return json.loads(json.dumps(proposed))  # as others get it
 
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
         """Where this process's workers find those of others."""
-        facts = self.run, self.rank, tuple(blocks), self.seconds, self._interface, in_rows(self._hosts)
+        hosts = in_rows([self._hosts[rank] for rank in self.members.ranks])
+        facts = self.run, self.rank, tuple(blocks), self.seconds, self._interface, hosts
         return Rendezvous(self._tcp, *facts)
 
-    def broadcast(self, content: bytes) -> bytes:
-        """Rank 0's bytes, in every process."""
-        size = torch.tensor([len(content)])
-        self._met.broadcast(size)
+    def send(self, content: bytes, ranks: Iterable[int]) -> None:
+        """Send bytes to members."""
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        positions = [self.members.ranks.index(rank) for rank in ranks]
+        for piece in (torch.tensor([len(content)]), *data.split(PIECE)):
+            self._met.wait([self._met.begin_send(piece, position) for position in positions])
+
+    def receive(self, rank: int) -> bytes:
+        """Bytes that a member sends."""
+        position, size = self.members.ranks.index(rank), torch.empty(1, dtype=torch.int64)
+        self._met.wait([self._met.begin_receive(size, position)])
         data = torch.empty(int(size), dtype=torch.uint8)
-        if content:
-            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        self._met.broadcast(data)
+        for piece in data.split(PIECE):
+            self._met.wait([self._met.begin_receive(piece, position)])
         return data.numpy().tobytes()
 
     def odd_one(self, content: bytes) -> int | None:
@@ -124,64 +268,32 @@ class World:
         differing = np.flatnonzero((rows != rows[0]).any(1))
         return int(differing[0]) if len(differing) else None
 
-    def tell(self, why: str) -> None:
-        """Let others know why this process leaves the run, before they miss it. The first reason counts."""
-        if not self._told:
-            self._told = True
-            _within(STORE_SECONDS, self._store.set, f"left/{self.rank}", why[:LONGEST])
+    def failed(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Before the first step: let others know why this process leaves, before they miss it."""
+        why = f"{type(error).__name__}: {error}"[:LONGEST]
+        if not self.joins:
+            ask = functools.partial(self._store.set, f"left/{self.rank}", why)
+            thread = threading.Thread(target=_tried, args=(ask,), daemon=True)  # it may never answer
+            thread.start()
+            thread.join(STORE_SECONDS)
+        self.part(FAILED, why)
 
-    def lost(self, error: BaseException, step: int) -> RunError:
-        """The error for a run whose connections are gone: which process left and why, or which does not answer."""
-        reasons, missing = dict[int, str](), set(range(self.size))
-        _within(GRACE_SECONDS + STORE_SECONDS, self._look_round, reasons, missing)
-        if reasons:
-            rank = min(reasons)
-            kind = LeftError if reasons[rank].startswith(CLOSED) else RunError
-            return kind(
-                f"{self._named(rank)} left the run: {reasons[rank]}. So it has ended here in step {step}, too",
-                step=step,
-            )
-        if self.rank in missing:
-            who = f"{self._named(0)}, whose host has the store, and perhaps others"
-        else:
-            who = ", ".join(map(self._named, sorted(missing))) or "a process that is back by now"
-        return RunError(
-            f"lost {who}, in step {step}: {error}; this run has ended. Start again with the hosts that are left, or "
-            "more: with a run_dir it goes on from its newest snapshot, to the same digest",
-            step=step,
-        )
-
-    def close(self) -> None:
-        """Close what was opened for this run; the store stays. If rank 0 left early, it lets others read why."""
+    def part(self, way: str, why: str) -> None:
+        """Leave the run: say why, and close what was opened for it; the store stays."""
         if self._gloo is not None:
             self._gloo.close()
-        _within(STORE_SECONDS, self._store.set, f"gone/{self.rank}", "1")
-        if self._told and self.rank == 0:
-            _within(GRACE_SECONDS + STORE_SECONDS, self._see_off)
+        self.members.part(Farewell(way, why[:LONGEST]))
+
+    def close(self) -> None:
+        """Close what was opened for this run; the store stays."""
+        if self._gloo is not None:
+            self._gloo.close()
+        self.members.close()
 
     @property
     def _met(self) -> Gloo:
         assert self._gloo is not None  # agree() comes first
         return self._gloo
-
-    def _look_round(self, reasons: dict[int, str], missing: set[int]) -> None:
-        """Say that this process is there; note which others said the same, and why others left."""
-        self._store.set(f"here/{self.rank}", "1")
-        end = time.monotonic() + GRACE_SECONDS
-        while missing and not reasons and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
-            for rank in range(self.size):
-                if rank in missing and self._store.check([f"here/{rank}"]):
-                    missing.discard(rank)
-                if rank != self.rank and self._store.check([f"left/{rank}"]):
-                    reasons[rank] = self._store.get(f"left/{rank}").decode(errors="replace")
-
-    def _see_off(self) -> None:
-        """Wait until all others have gone, but not for long: they may have to read in the store why this run ends."""
-        end = time.monotonic() + GRACE_SECONDS
-        others = [f"gone/{rank}" for rank in range(1, self.size)]
-        while time.monotonic() < end and not self._store.check(others):
-            time.sleep(POLL_SECONDS)
 
     def _get(self, key: str, rank: int) -> bytes:
         """What a process says at the start of a run; raises if it has said that it leaves."""
@@ -192,15 +304,16 @@ class World:
                     return self._store.get(key)
                 if self._store.check([f"left/{rank}"]):
                     why = self._store.get(f"left/{rank}").decode(errors="replace")
-                    raise RunError(f"{self._named(rank)} left before this run began: {why}")
+                    raise RunError(f"{self.named(rank)} left before this run began: {why}")
                 time.sleep(POLL_SECONDS)
         raise RunError(
-            f"{self._named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
+            f"{self.named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
             "world must train the same recipe"
         )
 
-    def _named(self, rank: int) -> str:
-        return f"process {rank} on {self._names[rank]}" if self._names[rank] else f"process {rank}"
+    def named(self, rank: int) -> str:
+        """How messages call a member."""
+        return f"process {rank} on {self._names[rank]}" if rank in self._names else f"process {rank}"
 
 
 def in_rows(hosts: Sequence[str]) -> int:
@@ -211,16 +324,25 @@ def in_rows(hosts: Sequence[str]) -> int:
     return count if regular and len(hosts) > count else 1
 
 
-def _within(seconds: float, ask: Any, *arguments: Any) -> None:
-    """Ask the store in a thread of its own: where its host has stopped, it would never answer, whatever its timeout."""
-
-    def asking() -> None:
-        with contextlib.suppress(Exception):
-            ask(*arguments)
-
-    thread = threading.Thread(target=asking, daemon=True)
+def apart(ask: Callable[[], T], check: Callable[[], object]) -> T:
+    """Ask torch in a thread of its own, as it may wait long; ``check`` is called meanwhile, and may raise."""
+    answers: list[tuple[Any, BaseException | None]] = []
+    thread = threading.Thread(target=lambda: answers.append(_tried(ask)), daemon=True)
     thread.start()
-    thread.join(seconds)
+    while thread.is_alive():
+        thread.join(BRIEF_SECONDS)
+        check()
+    answer, error = answers[0]
+    if error is not None:
+        raise error
+    return answer
+
+
+def _tried(ask: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return ask(), None
+    except BaseException as error:
+        return None, error
 
 
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
@@ -246,142 +368,3 @@ def _host() -> str:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
-
-
-def opened(seconds: float) -> tuple[Any, int, int]:
-    """The store of the world that this process lives in, its rank, and how many there are.
-
-    Raises
-    ------
-    UsageError
-        There is no world, or its store cannot be reached by other processes.
-    RunError
-        The store did not answer.
-    """
-    if dist.is_initialized():
-        return c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"engine is 'distributed', but this is no process of a torch.distributed world ({error}); start it with "
-            "torchrun, srun or the like, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
-            "torch.distributed.init_process_group before"
-        ) from error
-    key = rank, size, address, port
-    try:
-        if key not in STORES:  # one for all runs of a process: others may still ask that of the run before
-            STORES[key] = _open(*key, datetime.timedelta(seconds=seconds))
-        return STORES[key], rank, size
-    except Exception as error:
-        raise RunError(
-            f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
-            "start all of them, and let them reach MASTER_ADDR and MASTER_PORT"
-        ) from error
-
-
-def address_of(store: Any) -> tuple[str, int]:
-    """Where other processes reach the TCP store behind prefixes."""
-    bare = _bare(store)
-    if not isinstance(bare, TCP):
-        raise UsageError(
-            f"torch.distributed was initialised with a {type(bare).__name__}, which worker processes cannot reach; "
-            "initialise it by env:// or tcp://, as torchrun does"
-        )
-    return bare.host, bare.port
-
-
-@contextlib.contextmanager
-def reached(address: str) -> Iterator[None]:
-    """Inside, an error of torch means that the store is gone."""
-    try:
-        yield
-    except PhalanxError:
-        raise
-    except Exception as error:
-        raise RunError(
-            f"the store at {address}, which the host of process 0 has, cannot be reached any more ({error}): process 0 "
-            "has ended, or its host is lost. Start all processes again: with a run_dir the run goes on from its newest "
-            "snapshot, to the same digest"
-        ) from None
-
-
-def run_of(store: Any, rank: int, size: int, seconds: float) -> int:
-    """The number of the run that all processes begin now; rank 0 draws it, and answers every process that asks.
-
-    What earlier processes left in the store does not matter, because no process answers there any more. (torchrun may
-    keep its store when it begins again, and count restarts differently on each host.)
-
-    Raises
-    ------
-    RunError
-        Rank 0, or a process that should have asked, did not come.
-    """
-    end = time.monotonic() + seconds
-    if rank == 0:
-        run = secrets.randbits(62)
-        store.set("run", str(run))
-        own = c10d.PrefixStore(str(run), store)
-        for other in range(1, size):
-            own.set(f"welcome/{other}", _awaited(own, f"hello/{other}", end, other).decode())
-        return run
-    word = secrets.token_hex(8)
-    while True:
-        run = int(_awaited(store, "run", end, 0))
-        own = c10d.PrefixStore(str(run), store)
-        own.set(f"hello/{rank}", word)
-        answer = min(end, time.monotonic() + ANSWER_SECONDS)
-        while time.monotonic() < answer:
-            if own.check([f"welcome/{rank}"]) and own.get(f"welcome/{rank}").decode() == word:
-                return run
-            time.sleep(POLL_SECONDS)
-        if answer == end:
-            raise _absent(0)
-
-
-def _awaited(store: Any, key: str, end: float, rank: int) -> bytes:
-    """The value of ``key``, once process ``rank`` has set it."""
-    while not store.check([key]):
-        if time.monotonic() > end:
-            raise _absent(rank)
-        time.sleep(POLL_SECONDS)
-    return store.get(key)
-
-
-def _absent(rank: int) -> PhalanxError:
-    return RunError(
-        f"process {rank} did not come to this run in time; start all processes of the world, and let them train the "
-        "same recipe"
-    )
-
-
-def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listening = _listening(address, port)
-        options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
-        # libuv's store in torch 2.6 takes no socket that listens.
-        options["use_libuv"] = not torch.__version__.startswith("2.6.")
-        store = TCP(address, port, size, is_master=True, **options)
-    else:
-        store = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
-    return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
-
-
-def _listening(address: str, port: int) -> int | None:
-    """A descriptor that listens on this address only; None where it is not one of this host's own."""
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(sockaddr)
-            listener.listen()
-            return os.dup(listener.fileno())
-    return None
-
-
-def _bare(store: Any) -> Any:
-    """A store without prefixes: torchrun's has the number of restarts, which hosts may count differently."""
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
-    return store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +20,7 @@ from phalanx.engines.processes.serialization import pack_recipe
 from phalanx.engines.readers import Readers
 from phalanx.engines.recovery.failures import Deadline, FailureLog
 from phalanx.engines.recovery.supervisor import Supervisor
-from phalanx.errors import LostError, PhalanxError, RunError
+from phalanx.errors import LostError, PhalanxError, RunError, SeveredError
 from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
@@ -31,6 +31,7 @@ from phalanx.shared.memory import Memory, check_room
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 
+BREAK_SECONDS = 0.2  # that workers have to leave a step that is broken off; their state is in the arena
 CONNECTING = 30.0  # seconds: workers meet when all have computed, so that none is late
 MEMORIES = 8  # what workers inherit: environment_memory, parcel, arena, mailbox, orders, base, inputs, meeting
 
@@ -58,12 +59,13 @@ class Processes:
         deadline: Deadline | None = None,
         rendezvous: Any = None,
         readers: int = 0,
+        alarm: Callable[[], str] = str,
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self.workers, self.reading = placement.workers, framework.environment
         self._copies = placement.copies
         self._definition, self._framework, self._deadline = definition, framework, deadline or Deadline()
-        self._rendezvous = rendezvous
+        self._rendezvous, self._alarm = rendezvous, alarm
         self.ended, self.closed, self.lost, self._fetched = "", False, False, -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
         self._decay = self._averages()
@@ -110,11 +112,13 @@ class Processes:
         pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
+        self._pool.alarm = self._alarm
         self.supervisor = Supervisor(
             placement, self._pool, self._mirror, self.run_state, mailbox, orders, self._failures
         )
         try:
             self.supervisor.begin()
+            self._check_alarm()
         except BaseException:
             self._pool.end()
             raise
@@ -210,6 +214,31 @@ class Processes:
                 self._close_readers()
                 self._pool.end()
 
+    def break_off(self) -> None:
+        """End the workers wherever they are, and copy the state of the last whole step to the caller.
+
+        ``lost`` says whether there is none: a worker ended in its update, or kept a part of the state to itself.
+        """
+        if self.closed:
+            return None
+        self.ended, self.lost = "", False
+        with interrupts.held():
+            patience = BREAK_SECONDS if self._failures.portable and not self._copies else self._deadline.seconds
+            whole = self._pool.break_off(patience)
+            self.supervisor.wait_for_readers()
+            if whole:
+                with contextlib.suppress(PhalanxError):  # what is raised says that the state is lost, and so does lost
+                    return self.close()
+            losses = self.supervisor.take_home()
+            self.lost, self.closed = losses is None, True
+            for loss in losses or ():
+                self._framework.schedule(loss)
+            while self.counters.done > self._steps:
+                self.run_state.unseen.append(self._absorb())
+            self._close_readers()
+            self._pool.end()
+        return None
+
     @property
     def _steps(self) -> int:
         return len(self.run_state.loss_history)
@@ -225,7 +254,9 @@ class Processes:
                     return
                 self.supervisor.grant(STEPS)
                 counters.horizon = min(horizon, t + RING)  # lost steps may have been done again meanwhile
-            self.supervisor.wait(lambda: counters.done > t or idle(), min(horizon, t + RING // 2))
+            self.supervisor.wait(lambda: counters.done > t or self._over(), min(horizon, t + RING // 2))
+            if counters.done == t:
+                self._check_alarm()
 
     def ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
         """Have every worker do its part of a task; returns their answers."""
@@ -249,11 +280,22 @@ class Processes:
         while True:
             self._settle()
             self.supervisor.grant(kind, thing)
-            whole = self.supervisor.wait(self.counters.all_idle, t + 1)
+            waited = self._over if kind == BATCH else self.counters.all_idle
+            whole = self.supervisor.wait(waited, t + 1)
+            if kind == BATCH and self.counters.done == t:
+                self._check_alarm()
             failed = any(message.kind != "result" for message in self._pool.told)
             if whole or failed or (kind == BATCH and self.counters.done > t):
                 break
         return [] if kind == BATCH else self._settle()
+
+    def _over(self) -> bool:
+        """Whether nothing is to be waited for: workers are idle, or the alarm rings."""
+        return self.counters.all_idle() or bool(self._alarm())
+
+    def _check_alarm(self) -> None:
+        if why := self._alarm():
+            raise SeveredError(why, step=self._steps)
 
     def _settle(self) -> list[WorkerMessage]:
         """Take the workers' messages, and note whether the run can go on."""

@@ -234,6 +234,8 @@ class WorkerPool:
         The workers' messages, in the order in which they were read.
     interrupted : bool
         Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have stopped yet.
+    alarm : callable
+        Returns why nothing is worth waiting for any more, as another host is lost; "" if nothing is wrong.
     """
 
     def __init__(
@@ -245,6 +247,7 @@ class WorkerPool:
     ) -> None:
         self.told: list[WorkerMessage] = []
         self.interrupted = False
+        self.alarm: Callable[[], str] = str
         self._memories = memories
         self.counters = counters
         self._deadline = deadline
@@ -278,8 +281,8 @@ class WorkerPool:
             for fd in handle.watched:
                 self._poller.register(fd, select.POLLIN)
             if self._memories[BASE].size >= LARGE:  # each makes a copy of what is frozen, and then gives it back
-                self.wait(lambda: not self._starting, 0)
-        self.wait(lambda: not self._starting, 0)
+                self.wait(lambda: not self._starting or bool(self.alarm()), 0)
+        self.wait(lambda: not self._starting or bool(self.alarm()), 0)
 
     def grant(self, kind: int) -> None:
         """Set idle workers to work."""
@@ -314,6 +317,18 @@ class WorkerPool:
                     self._died(handle, (BROKEN_OFF, Cause.CALLER))
             self.wait(idle, LONG)  # those that waited for them, and those that were updating
         self.interrupted = False
+
+    def break_off(self, seconds: float) -> bool:
+        """Have workers leave whatever they do; returns whether all did. After so many seconds the others are killed."""
+        end = time.monotonic() + seconds
+        self.counters.pause, self.counters.trouble = LEAVE, 1
+        with interrupts.held():
+            self.wait(lambda: self.counters.all_idle(self.alive) or time.monotonic() > end, LONG)
+            if self.counters.all_idle(self.alive) and not self._failures.dead:
+                return True
+            for handle in self._living():
+                self._died(handle, ("was broken off", Cause.CALLER))
+        return False
 
     def wait(self, until: Callable[[], bool], steps: int) -> None:
         """Wait until ``until()``; ``steps``: how many finished steps are worth waking up for."""

@@ -138,7 +138,8 @@ class FailureLog:
         self.dead[worker] = end
         self._starting.discard(worker)
         step = self._counters.progress()[worker].step
-        self.note("death", worker, step, end.why)
+        if end.cause is not Cause.CALLER or self._placement.whole:
+            self.note("death", worker, step, end.why)
         if end.cause is not Cause.CALLER:
             streak = self._tally.count(worker, self._place(worker, end), end.cause, end.why)
             if streak is not None and self._hopeless is None:
@@ -161,21 +162,14 @@ class FailureLog:
         Raises
         ------
         RunError
-            They die of what they do, or no other worker can replace them.
+            They die of what they do; or, over several hosts, all begin anew with other workers.
         """
         if not self._placement.whole:
-            raise self.irreplaceable()
+            worker, end = min(self.dead.items())
+            raise LostError(f"worker {worker} of this host {end.why}")
         if self._hopeless is not None:  # raised once: the state is copied to the caller after that
             hopeless, self._hopeless = self._hopeless, None
             raise hopeless
-
-    def irreplaceable(self) -> LostError:
-        """The error that ends a run over several hosts."""
-        worker, end = min(self.dead.items())
-        return LostError(
-            f"worker {worker} of this host {end.why}, and in a run over several hosts no worker is replaced; start all "
-            "hosts again: with a run_dir the run goes on from its newest snapshot, to the same digest"
-        )
 
     def came_through(self, kind: int) -> None:
         """Note that a grant was done."""

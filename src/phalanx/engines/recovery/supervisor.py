@@ -19,7 +19,7 @@ from phalanx.engines.recovery.failures import FailureLog
 from phalanx.errors import LostError
 from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.fold import Placement
-from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide
+from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide, judge
 from phalanx.seams.records import RunState
 from phalanx.shared.counters import BATCH, STEPS, TASK
 from phalanx.shared.memory import Memory
@@ -124,6 +124,19 @@ class Supervisor:
         self._counters.generation += self._counters.trouble
         self._counters.trouble = 0
 
+    def take_home(self) -> list[float] | None:
+        """Copy to the caller the state that workers left in the arena when they were ended; None if it is not whole.
+
+        Returns the losses with which the caller has to step its schedules.
+        """
+        verdict = judge(self._counters.progress())
+        if verdict.torn or self._placement.copies or not self._failures.portable or verdict.step < self._counters.done:
+            return None
+        self._counters.confirmed = max(self._counters.confirmed, verdict.step)
+        described = self._described(verdict.step)
+        self._mirror.get([described], saved=False)
+        return described["losses"]
+
     def repaired(self) -> bool:
         """Go back to the last finished step after an optimizer raised in mid-update; False if that is impossible."""
         if self._failures.portable:
@@ -168,7 +181,6 @@ class Supervisor:
             counters.snapshot_step,
             self._repair,
             self._failures.portable,
-            self._placement.whole,
             self._placement.copies,
         )
 
@@ -194,7 +206,7 @@ class Supervisor:
     def _carry_out(self, decision: Decision) -> None:
         """Carry out a decision, unless the deaths end the run."""
         action, step, fallen = decision.action, decision.step, sorted(self._failures.dead)
-        if fallen and action is not Action.STOP:
+        if fallen and (action is not Action.STOP or not self._placement.whole):
             self._failures.check()
         match action:
             case Action.STOP:
@@ -220,8 +232,6 @@ class Supervisor:
                     f"worker {fallen[0]} {self._failures.dead[fallen[0]].why} in step {step}, and the optimizer is not "
                     "one of torch's own, so its state is lost with it; run again"
                 )
-            case Action.PART:
-                raise self._failures.irreplaceable()
             case Action.GO_ON | Action.JOIN:  # nothing to do; no worker joins a grant that is being left
                 pass
             case _:
@@ -230,8 +240,6 @@ class Supervisor:
     def _stop(self) -> None:
         """Wait until all living workers have left the grant."""
         self._pool.wait(lambda: self._counters.all_idle(self._pool.alive), LONG)
-        if not self._placement.whole and self._errors():
-            raise self._errors()[0].content  # no step can be done again without the other hosts
 
     def _resume(self, step: int, fallen: Sequence[int]) -> None:
         """All go on at ``step``. Some may not know that the step before is done."""

@@ -1,0 +1,224 @@
+"""A small process beside each member of a run over several hosts: it says that the member lives, and hears others.
+
+It is a process of its own, since user code may keep the interpreter's lock for as long as it likes. It looks whether
+its parent is stopped or gone: a stopped parent is silent, too. It uses the standard library alone, so that it starts in
+some milliseconds. Datagrams are JSON behind a MAC; what is lost is said again with the next beat.
+
+Two members are connected while each hears the other. So a link that is cut in one direction is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+MAC_BYTES = 32
+MOST_BYTES = 60_000  # of a datagram
+BEATS = 20  # within the time after which a silent member counts as lost
+FAREWELLS, FAREWELL_SECONDS = 4, 0.03  # how often the last word is said, and the time between
+JOIN_SECONDS = 0.2  # between two tries to join
+REFUSED = 2  # datagrams in a row that a host refuses: nobody listens there any more
+
+
+class Peer:
+    """Another process: where it is, and what was heard of it."""
+
+    def __init__(self, address: Sequence[Any], now: float) -> None:
+        self.address, self.last, self.refused, self.gone = tuple(address), now, 0, False
+        self.hears: list[int] | None = None
+        self.id: int | None = None
+        self.socket: socket.socket | None = None
+
+    def send(self, data: bytes) -> None:
+        """Send a datagram; a host that has no such port any more says so with the next one."""
+        try:
+            if self.socket is None:
+                kind = socket.AF_INET6 if ":" in self.address[0] else socket.AF_INET
+                self.socket = socket.socket(kind, socket.SOCK_DGRAM)
+                self.socket.setblocking(False)
+                self.socket.connect(self.address)
+            self.socket.send(data)
+        except ConnectionRefusedError:
+            self.refused += 1
+        except OSError:  # no route, or no name; it is silent then
+            self.close()
+
+    def close(self) -> None:
+        """Open a new socket for the next datagram: an address may have become another host's."""
+        if self.socket is not None:
+            self.socket.close()
+        self.socket = None
+
+
+class Beacon:
+    """Hears and says; the parent is at the other end of ``pipe``.
+
+    Parameters
+    ----------
+    pipe, air : socket
+    facts : dict
+        me, key, port (where others reach ``air``), seconds (after which a silent member is lost).
+    """
+
+    def __init__(self, pipe: socket.socket, air: socket.socket, facts: dict[str, Any]) -> None:
+        self.pipe, self.air, self.me, self.seconds = pipe, air, facts["me"], facts["seconds"]
+        self.key, self.port = bytes.fromhex(facts["key"]), facts["port"]
+        self.every, self.id = self.seconds / BEATS, os.getpid()
+        self.parent = os.getppid()
+        self.peers: dict[int, Peer] = {}
+        self.members: list[int] = []
+        self.run: dict[str, Any] = {}  # what beats say of it: its number, that of the incarnation, and its members
+        self.last_word = {"why": "its process ended", "way": "ended"}
+        self.told: list[int] | None = None
+        self.replaced: set[int] = set()  # members whose rank has a new process, which wants to join
+        self.next = self.seen = time.monotonic()
+
+    def serve(self) -> None:
+        """Go on until the parent ends, or wants that."""
+        while os.getppid() == self.parent:
+            wait = max(0.0, self.next - time.monotonic())
+            readable, _, _ = select.select([self.pipe, self.air], [], [], wait)
+            now = time.monotonic()
+            if now - self.seen > self.seconds / 2:  # this process was stopped, and could hear nobody
+                for peer in self.peers.values():
+                    peer.last += now - self.seen
+            self.seen = now
+            if self.pipe in readable and not self.obey():
+                break
+            if self.air in readable:
+                self.listen(now)
+            if now >= self.next:
+                self.next = now + self.every
+                if not stopped(self.parent):
+                    self.beat()
+            self.tell_who_lives(now)
+        for _ in range(FAREWELLS):
+            self.say(self.members, {"bye": self.last_word})
+            time.sleep(FAREWELL_SECONDS)
+
+    def obey(self) -> bool:
+        """Do what the parent wants; returns whether it is still there."""
+        data = self.pipe.recv(1 << 16)
+        order: dict[str, Any] = json.loads(data) if data else {"bye": self.last_word}
+        if "say" in order:
+            self.say(order["to"], {"say": order["say"]})
+        elif "bye" in order:
+            self.last_word = order["bye"]
+        else:
+            self.become(order)
+        return "bye" not in order
+
+    def become(self, order: dict[str, Any]) -> None:
+        """Take part in an incarnation, or know where processes are."""
+        now = time.monotonic()
+        for rank, address in order["peers"].items():
+            known = self.peers.get(int(rank))
+            if known is None or known.address != tuple(address) or int(rank) not in (*self.members, self.me):
+                self.peers[int(rank)] = new = Peer(address, now)
+                new.id = known.id if known else None
+        self.members = [rank for rank in order["members"] if rank != self.me]
+        self.run, self.told, self.next, self.replaced = order["run"], None, now, set()
+
+    def beat(self) -> None:
+        """Say that this member lives, and whom it hears; tell others that a run is under way, and where."""
+        alive = self.alive(time.monotonic(), heard=True)
+        self.say(self.members, {"beat": {**self.run, "hears": alive}})
+        strangers = [rank for rank in self.peers if rank not in self.members and rank != self.me]
+        if self.run and strangers:
+            places = {rank: self.peers[rank].address for rank in self.members}
+            self.say(strangers, {"beat": {**self.run, "hears": alive, "places": places}})
+
+    def say(self, ranks: Iterable[int], thing: dict[str, Any]) -> None:
+        """Send something to some processes."""
+        body = json.dumps({**thing, "from": self.me, "id": self.id, "port": self.port}).encode()
+        data = hmac.digest(self.key, body, hashlib.sha256) + body
+        for rank in ranks if len(data) <= MOST_BYTES else ():
+            if rank in self.peers:
+                self.peers[rank].send(data)
+
+    def listen(self, now: float) -> None:
+        """Read what has come."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, address = self.air.recvfrom(1 << 16)
+                mac, body = data[:MAC_BYTES], data[MAC_BYTES:]
+                if hmac.compare_digest(mac, hmac.digest(self.key, body, hashlib.sha256)):
+                    self.hear(json.loads(body), address, now)
+
+    def hear(self, thing: dict[str, Any], address: Sequence[Any], now: float) -> None:
+        """Note who lives, and pass on what the parent has to know."""
+        sender, place = thing["from"], [address[0], thing["port"]]
+        peer, beat = self.peers.get(sender), thing.get("beat")
+        if beat is None:
+            if "bye" in thing and peer is not None:
+                peer.gone = True
+            elif thing["say"]["kind"] == "join" and (peer is None or thing["id"] != peer.id):
+                self.peers[sender] = peer = Peer(place, now)
+                peer.id = thing["id"]
+                self.replaced |= {sender} & set(self.members)
+            self.tell({**thing, "place": place})
+        elif not self.run:
+            self.tell({"under way": beat, "from": sender, "place": place})
+        elif beat["run"] == self.run["run"]:
+            if beat["number"] > self.run["number"] and self.me not in beat["members"]:
+                self.tell({"expelled": beat["number"]})
+            if peer is not None and sender in self.members:
+                peer.last, peer.hears, peer.refused, peer.id = now, beat["hears"], 0, thing["id"]
+
+    def alive(self, now: float, *, heard: bool = False) -> list[int]:
+        """The members that live: each is heard, and hears this one. ``heard``: those that are heard."""
+        return [
+            rank
+            for rank in self.members
+            if not self.ended(rank)
+            and now - (peer := self.peers[rank]).last < self.seconds
+            and (heard or peer.hears is None or self.me in peer.hears)
+        ]
+
+    def ended(self, rank: int) -> bool:
+        """Whether the process that was this member is known to be gone."""
+        return rank in self.replaced or self.peers[rank].gone or self.peers[rank].refused >= REFUSED
+
+    def tell_who_lives(self, now: float) -> None:
+        """Tell the parent who lives, if that has changed."""
+        alive = self.alive(now)
+        if self.run and alive != self.told:
+            lost = {
+                rank: "its process ended" if self.ended(rank) else f"silent for {self.seconds:g} s"
+                for rank, peer in self.peers.items()
+                if rank in self.members and rank not in alive
+            }
+            ended = [rank for rank in lost if self.ended(rank)]
+            if self.tell({"alive": alive, "lost": lost, "ended": ended}):
+                self.told = alive
+
+    def tell(self, thing: dict[str, Any]) -> bool:
+        """Tell the parent something; returns whether that went. While it does not read, what is too much is dropped."""
+        try:
+            self.pipe.send(json.dumps(thing).encode(), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    return False
+
+
+if __name__ == "__main__":
+    PIPE, AIR = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    AIR.setblocking(False)
+    with contextlib.suppress(KeyboardInterrupt, ConnectionError):
+        Beacon(PIPE, AIR, json.loads(PIPE.recv(1 << 16))).serve()

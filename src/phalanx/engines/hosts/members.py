@@ -1,0 +1,312 @@
+"""The members of a run over several hosts, as one of them sees them: who lives, who wants what, and what all agree on.
+
+``plan.membership`` decides; the process beside this one (``beacon``) hears and says. Here is what is between: messages,
+time, and news that end an incarnation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from phalanx.engines.hosts import beacon
+from phalanx.errors import PeersLostError
+from phalanx.plan.membership import Addressed, Agreement, Message, quorum
+from phalanx.surroundings import interrupts, presence
+
+TICK_SECONDS = 0.05
+BUFFER = 1 << 20
+FAILED, CLOSED, DONE, LEAVES = "failed", "closed", "done", "leaves"  # ways to leave; what the others do then
+Place = list[Any]  # address and port of a process beside a member
+
+
+class Farewell(NamedTuple):
+    """How a member left, and why: FAILED and CLOSED end the run everywhere, else the others go on."""
+
+    way: str
+    why: str
+
+
+class Members:
+    """Who takes part in a run. Implements ``presence.Owned``.
+
+    Parameters
+    ----------
+    me : int
+        The rank that this process was started with. It stays the same, whoever else falls.
+    address : str
+        Of this host, towards the others.
+    port : int
+        Where to listen, if it is free: a process that starts again finds the run by it.
+    world : str
+        What tells this job from others on the same ports.
+    lost_after : float
+        Seconds after which a silent member is lost.
+
+    Attributes
+    ----------
+    number : int
+        Of the incarnation, from 0.
+    ranks : list of int
+        Its members.
+    place : Place
+    places : dict of int to Place
+        Of all processes of the run that are known.
+    alive : list of int
+        The other members that live.
+    left : dict of int to Farewell
+        Members that said why they leave.
+    joining : dict of int to dict
+        Processes that want to join, and what they told.
+    under_way : dict or None
+        For a process that has just started: the run that it may join, as its members say.
+    facts : str
+        A hash of what must be the same in all processes.
+    refused : bool
+        Whether the members of the run that is under way do another one.
+    """
+
+    def __init__(self, me: int, address: str, port: int, world: str, lost_after: float) -> None:
+        self.me, self.seconds, self.run, self.number = me, lost_after, 0, 0
+        self.ranks: list[int] = []
+        self.places: dict[int, Place] = {}
+        self.alive: list[int] = []
+        self.left: dict[int, Farewell] = {}
+        self.done: set[int] = set()
+        self.joining: dict[int, dict[str, Any]] = {}
+        self.under_way: dict[str, Any] | None = None
+        self.facts, self.refused = "", False
+        self._lost: dict[int, str] = {}
+        self._ended: set[int] = set()  # those of them that will not come back
+        self._waiting: list[tuple[int, Message]] = []
+        self._past: dict[int, Any] = {}
+        self._expelled = False
+        air = _listening(address, port)
+        self.place: Place = [address, air.getsockname()[1]]
+        self._pipe, theirs = _pair()
+        presence.own(self)
+        fds = theirs.fileno(), air.fileno()
+        with theirs, air:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", beacon.__file__, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL
+            )
+        key = hashlib.sha256(f"phalanx {world}".encode()).hexdigest()
+        self._tell({"me": me, "key": key, "port": self.place[1], "seconds": lost_after})
+
+    def begin(self, run: int, number: int, places: dict[int, Place]) -> None:
+        """An incarnation begins. Processes that were members before are told of it now and then: they may come back."""
+        self.run, self.number, self.ranks = run, number, sorted(places)
+        self.places |= places
+        self.alive = [rank for rank in self.ranks if rank != self.me]
+        self.joining, self._lost, self._ended, self._waiting = {}, {}, set(), []
+        facts = {"run": run, "number": number, "members": self.ranks}
+        self._tell({"peers": self.places, "members": self.ranks, "run": facts})
+
+    def look_for(self, places: dict[int, Place]) -> None:
+        """Before a run: know where members of one that is under way may be."""
+        self._tell({"peers": places, "members": [], "run": {}})
+
+    def say(self, to: Sequence[int], message: Message) -> None:
+        """Send a message to the processes beside others; it may be lost."""
+        self._tell({"to": list(to), "say": message})
+
+    def news(self) -> str:
+        """Why this incarnation has to end; "" if it has not.
+
+        Raises
+        ------
+        PeersLostError
+            The others went on without this member.
+        """
+        self._hear(0)
+        if self._expelled:
+            raise PeersLostError(
+                f"the other members did not hear process {self.me} for {self.seconds:g} s and went on without it"
+            )
+        away = [rank for rank in self.ranks if rank in self.left and self.left[rank].way != DONE]
+        stopped = [f"process {sender} has stopped" for sender, _ in self._waiting]
+        wanted = [f"process {rank} wants to join" for rank in self.joining if self.me == min(self.ranks)]
+        return next(iter([*map(self.spelled, [*away, *self._lost]), *stopped, *wanted]), "")
+
+    def spelled(self, rank: int) -> str:
+        """What became of a member."""
+        if rank in self.left and self.left[rank].way == LEAVES:
+            return f"process {rank} has left: {self.left[rank].why}"
+        return f"process {rank} is lost: {self._lost.get(rank, 'its process ended')}"
+
+    @property
+    def final(self) -> tuple[int, Farewell] | None:
+        """The first member that left in a way that ends the run everywhere, and how."""
+        return next(((rank, each) for rank, each in sorted(self.left.items()) if each.way in (FAILED, CLOSED)), None)
+
+    def agree(self, told: Message, propose: Callable[[dict[int, Message]], Any], patience: float) -> Any:
+        """Agree on the next incarnation.
+
+        Parameters
+        ----------
+        told : dict
+            How this member has stopped.
+        propose : callable
+            As of ``Agreement``.
+        patience : float
+            Seconds that a member may live without stopping.
+
+        Raises
+        ------
+        PeersLostError
+            So many members are lost that those who are left may not go on.
+        """
+        agreement = Agreement(self.me, self.ranks, propose)
+        began = since = time.monotonic()
+        while agreement.chosen is None and self.final is None:
+            interrupts.check()
+            self.news()
+            now = time.monotonic()
+            late = self.alive if now - began < patience else [rank for rank in self.alive if rank in agreement.stopped]
+            since = now if quorum(self.ranks, [self.me, *late]) else since
+            if now - since > self.seconds or not quorum(self.ranks, set(self.ranks) - self._ended):
+                lost = "; ".join(map(self.spelled, self._lost)) or "members do not answer"
+                raise PeersLostError(
+                    f"{lost}. Of {len(self.ranks)} members only a majority goes on, or the half with the lowest"
+                )
+            self._send(agreement.tick(late, {**told, "hears": self.alive}))
+            self._hear(TICK_SECONDS)
+            waiting, self._waiting = self._waiting, []
+            for sender, message in waiting:
+                self._send(agreement.hear(sender, message))
+        self._past[self.number + 1] = agreement.chosen
+        return agreement.chosen
+
+    def part(self, farewell: Farewell) -> None:
+        """Say how this member leaves, and end the process beside it."""
+        with contextlib.suppress(PeersLostError, subprocess.TimeoutExpired):
+            self._tell({"bye": farewell._asdict()})
+            self._process.wait(beacon.FAREWELLS * beacon.FAREWELL_SECONDS + self.seconds)
+        self.close()
+
+    def finish(self) -> bool:
+        """Tell the others that this member has done all steps; returns whether all that live have."""
+        self.say(self.alive, {"kind": "done"})
+        return self.done.issuperset(set(self.alive) - self.left.keys())
+
+    def close(self) -> None:
+        """End the process beside this one."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+    def join(self, host: str) -> Any:
+        """Ask the members of the run that is under way to let this process in; returns the incarnation that has it.
+
+        None if the run has ended meanwhile. ``host`` is what the host is called.
+        """
+        assert self.under_way is not None, "who asks has looked"
+        beat, end = self.under_way, time.monotonic() + self.seconds
+        self.places = {**{int(rank): place for rank, place in beat["places"].items()}, beat["from"]: beat["place"]}
+        self.run, self.number, self.ranks = beat["run"], beat["number"], beat["members"]
+        self.look_for(self.places)
+        while time.monotonic() < end and not self.refused:
+            interrupts.check()
+            self.say([*self.places], {"kind": "join", "facts": self.facts, "host": host})
+            self._hear(beacon.JOIN_SECONDS)
+            if self.under_way["number"] != beat["number"] or self.under_way["from"] not in self.ranks:
+                return self.join(host)
+            for _, message in self._waiting:
+                if message["kind"] == "chosen":
+                    return message["value"]
+            if self.under_way is not beat:
+                end, beat = time.monotonic() + self.seconds, self.under_way
+        return None
+
+    def leave(self) -> None:  # in a forked child
+        self._pipe.close()
+        self._process.returncode = 0  # not a child of this process, so nobody may wait for it
+
+    def _tell(self, order: dict[str, Any]) -> None:
+        """Tell the process beside this one something."""
+        try:
+            self._pipe.send(json.dumps(order).encode())
+        except OSError as error:
+            raise PeersLostError(f"the process that speaks for this one to the others has ended: {error}") from None
+
+    def _send(self, said: Sequence[Addressed]) -> None:
+        for to, message in said:
+            self.say([to], {**message, "number": self.number + 1})
+
+    def _hear(self, seconds: float) -> None:
+        """Take what the process beside this one has heard."""
+        poller = select.poll()
+        poller.register(self._pipe, select.POLLIN)
+        while poller.poll(1000 * seconds):
+            data = self._pipe.recv(BUFFER)
+            if not data:
+                raise PeersLostError("the process that tells the others that this one lives has ended")
+            self._take(json.loads(data))
+            seconds = 0
+
+    def _take(self, thing: dict[str, Any]) -> None:
+        sender = thing.get("from", -1)
+        if "alive" in thing:
+            self.alive, lost = thing["alive"], {int(rank): why for rank, why in thing["lost"].items()}
+            self._ended = set(thing["ended"])
+            self._lost = {rank: why for rank, why in lost.items() if rank not in self.done | self.left.keys()}
+        elif "expelled" in thing:
+            self._expelled = thing["expelled"] > self.number + 1 or self._past.get(thing["expelled"]) is None
+        elif "under way" in thing:
+            if "places" not in thing["under way"]:
+                return  # this process is a member already; it will be told of that
+            self.under_way = {**thing["under way"], "from": sender, "place": thing["place"]}
+        elif "bye" in thing:
+            self.left[sender] = Farewell(**thing["bye"])
+        else:
+            self._take_said(sender, thing["say"], thing["place"])
+
+    def _take_said(self, sender: int, message: Message, place: Place) -> None:
+        kind, number = message["kind"], message.get("number", 0)
+        if kind == "join":
+            self._answer(sender, message, place)
+        elif kind in ("done", "refused"):
+            self.done |= {sender} if kind == "done" else set()
+            self.refused = self.refused or kind == "refused"
+        elif number == self.number + 1 and sender in self.ranks:
+            self._waiting.append((sender, message))
+        elif number in self._past and kind != "chosen":
+            self.say([sender], {"kind": "chosen", "value": self._past[number], "number": number})
+
+    def _answer(self, sender: int, message: Message, place: Place) -> None:
+        """Note that a process wants to join, refuse it, or tell it which incarnation has it."""
+        chosen = self._past.get(self.number)
+        if message["facts"] != self.facts:
+            self.say([sender], {"kind": "refused"})
+        elif chosen is not None and chosen["places"].get(str(sender)) == place:
+            self.say([sender], {"kind": "chosen", "value": chosen, "number": self.number})
+        else:
+            self.left.pop(sender, None)
+            self.joining[sender] = {"place": place, "host": message["host"]}
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    """A socket for datagrams at this port, or at any if that is taken."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    air = socket.socket(family, socket.SOCK_DGRAM)
+    try:
+        air.bind((address, port))
+    except OSError:
+        air.bind((address, 0))
+    return air
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that keep messages apart."""
+    try:
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:  # not on this system
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -1,0 +1,149 @@
+"""Decides who goes on with a run over several hosts, and from which step. A pure machine: messages in, messages out.
+
+A run over hosts is a sequence of incarnations. Within one, the members are fixed. When one falls, leaves or wants to
+join, all members stop after a whole step, and agree on the next incarnation: its members, its step, and whose state it
+begins with. They agree by Paxos for a single value (Lamport, "Paxos Made Simple", 2001): whoever leads, and however
+often leaders fall, no two members ever take different values. Nothing here is written to disk: a process that starts
+again is not a member any more, and has to join.
+
+Only a quorum of the last members goes on, so a run never splits: a majority, or the half that has the lowest member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]  # plain values only, so that it travels as JSON
+PATIENCE = 10  # ticks until a leader begins another ballot
+NONE: tuple[int, int] = (0, -1)  # before all ballots
+
+
+class Addressed(NamedTuple):
+    """A message and the member that is to get it."""
+
+    to: int
+    message: Message
+
+
+def quorum(members: Collection[int], some: Collection[int]) -> bool:
+    """Whether ``some`` of the members may go on without the others. Any two quorums have a member in common."""
+    here = set(members) & set(some)
+    return 2 * len(here) > len(members) or (2 * len(here) == len(members) and min(members) in here)
+
+
+def mutual(hears: Mapping[int, Collection[int]], first: int) -> list[int]:
+    """Members that all hear each other, ``first`` among them; in order, as far as each hears those before it."""
+    chosen = [first]
+    for member in sorted(set(hears) - {first}):
+        if all(member in hears[other] and other in hears[member] for other in chosen):
+            chosen.append(member)
+    return sorted(chosen)
+
+
+class Agreement:
+    """What one member says and hears until all know the next incarnation.
+
+    Parameters
+    ----------
+    me : int
+    members : sequence of int
+        Of the last incarnation.
+    propose : callable
+        ``propose(stopped)``: the next incarnation, as plain values, from what each member that has stopped told; None
+        if it cannot be formed now. Asked where this member leads.
+
+    Attributes
+    ----------
+    chosen : Any
+        The next incarnation; None until it is known here.
+    stopped : dict of int to dict
+        What members told when they had stopped.
+    """
+
+    def __init__(self, me: int, members: Sequence[int], propose: Callable[[dict[int, Message]], Any]) -> None:
+        self.chosen: Any = None
+        self.stopped: dict[int, Message] = {}
+        self._me, self._members, self._propose = me, tuple(members), propose
+        self._promised, self._accepted = NONE, (NONE, None)
+        self._ballot, self._proposal = NONE, None
+        self._promises: dict[int, tuple[tuple[int, int], Any]] = {}
+        self._votes: set[int] = set()
+        self._wait = 0
+
+    def tick(self, alive: Collection[int], told: Message) -> list[Addressed]:
+        """A short time has passed; ``alive``: the members that are heard, ``told``: how this one has stopped."""
+        if self.chosen is not None:
+            return []
+        said = self._to_all({"kind": "stopped", **told})
+        self._wait -= 1
+        here = {self._me, *alive} & set(self._members)
+        if self._wait < 0 and min(here) == self._me and here <= self.stopped.keys() and quorum(self._members, here):
+            self._proposal = self._propose({member: self.stopped[member] for member in sorted(here)})
+            if self._proposal is not None:
+                self._ballot, self._wait = (max(self._promised, self._ballot)[0] + 1, self._me), PATIENCE
+                self._promises, self._votes = {}, set()
+                said += self._to_all({"kind": "prepare", "ballot": self._ballot})
+        return said
+
+    def hear(self, sender: int, message: Message) -> list[Addressed]:
+        """A message has come; returns what is to be said."""
+        if self.chosen is not None:
+            return [] if message["kind"] == "chosen" else self._say(sender, {"kind": "chosen", "value": self.chosen})
+        return getattr(self, f"_{message['kind']}")(sender, message)
+
+    def _stopped(self, sender: int, message: Message) -> list[Addressed]:
+        self.stopped[sender] = message
+        return []
+
+    def _prepare(self, sender: int, message: Message) -> list[Addressed]:
+        ballot = _ballot(message)
+        if ballot <= self._promised:
+            return []
+        self._promised = ballot
+        return self._say(sender, {"kind": "promise", "ballot": ballot, "accepted": self._accepted})
+
+    def _promise(self, sender: int, message: Message) -> list[Addressed]:
+        if _ballot(message) != self._ballot or quorum(self._members, self._promises):
+            return []
+        before, value = message["accepted"]
+        self._promises[sender] = (before[0], before[1]), value
+        if not quorum(self._members, self._promises):
+            return []
+        # A value that may have been chosen stays chosen: that of the highest ballot, if any was accepted.
+        known = max(self._promises.values(), key=lambda accepted: accepted[0])
+        self._proposal = self._proposal if known[0] == NONE else known[1]
+        return self._to_all({"kind": "accept", "ballot": self._ballot, "value": self._proposal})
+
+    def _accept(self, sender: int, message: Message) -> list[Addressed]:
+        ballot = _ballot(message)
+        if ballot < self._promised:
+            return []
+        self._promised, self._accepted = ballot, (ballot, message["value"])
+        return self._say(sender, {"kind": "accepted_by", "ballot": ballot})
+
+    def _accepted_by(self, sender: int, message: Message) -> list[Addressed]:
+        if _ballot(message) != self._ballot:
+            return []
+        self._votes.add(sender)
+        if not quorum(self._members, self._votes):
+            return []
+        self.chosen = self._proposal
+        return [Addressed(to, {"kind": "chosen", "value": self.chosen}) for to in self._members if to != self._me]
+
+    def _chosen(self, sender: int, message: Message) -> list[Addressed]:
+        self.chosen = message["value"]
+        return []
+
+    def _say(self, to: int, message: Message) -> list[Addressed]:
+        """Say something to one member; what this one says to itself is heard at once."""
+        return self.hear(to, message) if to == self._me else [Addressed(to, message)]
+
+    def _to_all(self, message: Message) -> list[Addressed]:
+        return [said for member in self._members for said in self._say(member, message)]
+
+
+def _ballot(message: Message) -> tuple[int, int]:
+    """The number of a ballot and who leads it; JSON has made a list of them."""
+    number, leader = message["ballot"]
+    return number, leader

@@ -1,0 +1,273 @@
+"""Hosts that fall, come and leave: the others go on within the run, to the digest of one process."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.families import FAMILIES
+from tests.hosts.network import Network, descendants, output, strike, until, why_not
+from tests.sampling import cover
+
+WHY_NOT = why_not()
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(240)]
+STEPS, REPLICAS = 90, 6
+JOB = """
+import json, os, sys, time
+import phalanx
+from tests.families import FAMILIES
+folder, options, pause = sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3])
+me, told = os.environ["RANK"], []
+class Tell:
+    everywhere = True
+    def step(self, report):
+        told.append(report.step)
+        with open(os.path.join(folder, f"step-{me}"), "w") as file:
+            file.write(str(report.step))
+        if not os.path.exists(os.path.join(folder, "enough")):
+            time.sleep(pause)
+def slow(output, target):
+    time.sleep(0.2)
+    return (output.argmax(1) == target).float().mean()
+recipe = FAMILIES["conv_norm"].recipe(%d, steps=%d)
+if options.pop("slow", False):
+    options["evaluation"] = phalanx.Evaluation(slow, recipe.data, batch_size=2, every_steps=20, name="slow")
+try:
+    result = recipe.train(workers=6, callbacks=[Tell()], lost_after=2.0, deadline_seconds=20.0, **options)
+    facts = {"digest": result.digest, "told": told, "chain": result.chain, "losses": result.loss_history}
+    facts["incidents"] = [[each.kind, each.worker, each.why] for each in result.incidents]
+    print(json.dumps(facts))
+except phalanx.PhalanxError as error:
+    print(json.dumps({"error": type(error).__name__, "why": str(error)}))
+""" % (REPLICAS, STEPS)  # noqa: UP031  it has braces
+
+
+@functools.cache
+def wanted():
+    """Losses and digest of one process."""
+    result = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS).train(engine="inline")
+    return result.digest, result.loss_history
+
+
+class Hosts:
+    """Three hosts with a process of two workers each, which do steps slowly enough to be struck at one."""
+
+    def __init__(self, network, folder, pause=0.03, **options):
+        self.network, self.folder = network, folder
+        self.command = [sys.executable, "-c", JOB, str(folder), json.dumps(options), str(pause)]
+        self.world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29700", "WORLD_SIZE": "3"}
+        self.processes = [self.begin(number) for number in range(3)]
+
+    def begin(self, number):
+        return self.network.start(number, *self.command, RANK=str(number), **self.world)
+
+    def again(self, number):
+        """Start a process again, as a launcher would, with the same environment."""
+        self.processes[number].wait(30)
+        (self.folder / f"step-{number}").unlink()
+        self.processes[number] = self.begin(number)
+
+    def in_again(self, *numbers):
+        """Wait until processes have joined; from there on steps take no longer than they must."""
+        for number in numbers:
+            self.at(1, number)
+        (self.folder / "enough").touch()
+
+    def at(self, step, number=1):
+        """Wait until a process has been told of a step."""
+        path = self.folder / f"step-{number}"
+        until(lambda: path.exists() and int(path.read_text() or 0) >= step, 120)
+
+    def workers(self, number):
+        """The workers of a host, without what starts them."""
+        commands = {
+            pid: pathlib.Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(self.processes[number].pid)
+        }
+        return [pid for pid, command in commands.items() if "zygote" in command][1:]
+
+    def ended(self, *survivors):
+        """What survivors told; each has the digest of one process, and was told each step once."""
+        found = {}
+        for number in survivors:
+            status, text = output(self.processes[number], 150)
+            found[number] = facts = json.loads(text.splitlines()[-1])
+            assert status == 0, text
+            assert (facts.get("digest"), facts.get("losses")) == wanted(), text
+            assert facts["told"] == list(range(facts["told"][0], STEPS)), text
+        return found
+
+
+def kinds(facts):
+    return [kind for kind, *_ in facts["incidents"] if kind not in ("death", "replaced")]
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Makes ``Hosts`` on a network of its own."""
+    with Network(3) as network:
+        yield lambda **options: Hosts(network, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("how", "victim"), cover("falls of hosts", ["killed", "process", "stopped", "frozen", "cut"], [0, 1, 2])
+)
+def test_a_host_falls(three, how, victim):
+    """Killed or frozen, all of it or the caller's process, or its link down: two go on, in the same processes."""
+    hosts = three()
+    watcher = (victim + 1) % 3
+    hosts.at(20, watcher)
+    fallen = hosts.processes[victim]
+    if how == "cut":
+        hosts.network.cut(victim)
+    elif how in ("killed", "stopped"):
+        strike(fallen, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    else:
+        os.kill(fallen.pid, signal.SIGKILL if how == "process" else signal.SIGSTOP)
+    others = [number for number in range(3) if number != victim]
+    found = hosts.ended(*others)
+    for number in others:
+        assert kinds(found[number]) == ["lost"], found
+        print(how, victim, found[number]["incidents"])
+    if how == "cut":
+        assert json.loads(output(fallen, 60)[1].splitlines()[-1])["error"] == "PeersLostError"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_falls(three, victim):
+    """A worker is killed, twice: the same processes go on, with other workers."""
+    hosts = three()
+    for step in (20, 40):
+        hosts.at(step)
+        os.kill(hosts.workers(victim)[0], signal.SIGKILL)
+    found = hosts.ended(0, 1, 2)
+    assert all(kinds(facts) == ["again", "again"] for facts in found.values()), found
+
+
+@pytest.mark.long
+def test_one_after_another(three):
+    """Two of three fall one after another; the lowest goes on alone."""
+    hosts = three()
+    hosts.at(20)
+    strike(hosts.processes[2], signal.SIGKILL)
+    hosts.at(40)
+    strike(hosts.processes[1], signal.SIGSTOP)
+    assert kinds(hosts.ended(0)[0]) == ["lost", "lost"]
+
+
+@pytest.mark.long
+def test_two_at_once(three):
+    """One of three may not go on alone: it says so, and ends."""
+    hosts = three()
+    hosts.at(20, 0)
+    for number in (1, 2):
+        strike(hosts.processes[number], signal.SIGKILL)
+    facts = json.loads(output(hosts.processes[0], 60)[1].splitlines()[-1])
+    assert facts["error"] == "PeersLostError"
+    assert "Of 3 members only a majority goes on" in facts["why"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0), (2, 1)])
+def test_a_link_is_cut_in_one_direction(three, pair):
+    """A host hears another that does not hear it: they count as cut off from each other, and two go on."""
+    hosts = three()
+    hosts.at(20)
+    hosts.network.cut_one_way(*pair)
+    told = [json.loads(output(process, 150)[1].splitlines()[-1]) for process in hosts.processes]
+    assert sorted("digest" in facts for facts in told) == [False, True, True], told
+    assert {facts["digest"] for facts in told if "digest" in facts} == {wanted()[0]}
+    assert {facts["error"] for facts in told if "error" in facts} == {"PeersLostError"}
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_host_comes_back(three, victim):
+    """A process that starts again with the same environment finds the run and joins it, the first one too."""
+    hosts = three(pause=0.5)
+    watcher = 1
+    hosts.at(4, watcher)
+    strike(hosts.processes[victim], signal.SIGKILL)
+    hosts.at(6, watcher)
+    hosts.again(victim)
+    hosts.in_again(victim)
+    found = hosts.ended(0, 1, 2)
+    assert kinds(found[watcher]) == ["lost", "joined"], found
+    assert found[victim]["told"][0] > 4
+    print(found[watcher]["incidents"])
+
+
+@pytest.mark.long
+def test_comes_and_falls(three):
+    """One after another falls and comes back, so that in the end nobody is there who began."""
+    hosts = three(pause=0.5)
+    hosts.at(4)
+    strike(hosts.processes[2], signal.SIGKILL)
+    hosts.at(6)
+    hosts.again(2)
+    hosts.in_again(2)
+    for victim in (0, 1):
+        strike(hosts.processes[victim], signal.SIGKILL)
+        hosts.again(victim)
+        hosts.in_again(victim)
+    hosts.ended(0, 1, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_leaves(three, tmp_path, victim):
+    """SIGTERM to one process: it leaves after a step, the others go on, and it may come back."""
+    hosts = three(pause=0.5, run_dir=str(tmp_path / "run"), snapshot_every=10)
+    hosts.at(4, 2)
+    os.kill(hosts.processes[victim].pid, signal.SIGTERM)
+    facts = json.loads(output(hosts.processes[victim], 60)[1].splitlines()[-1])
+    assert facts["error"] == "Preempted", facts
+    hosts.again(victim)
+    hosts.in_again(victim)
+    found = hosts.ended(0, 1, 2)
+    assert kinds(found[2]) == ["lost", "joined"], found
+    assert "SIGTERM" in found[2]["incidents"][0][2]
+
+
+@pytest.mark.parametrize("during", ["steps", "slow"])
+def test_who_is_left_saves(three, tmp_path, during):
+    """The process that saves falls, while it saves every step, or in an evaluation: another goes on, with one chain."""
+    hosts = three(run_dir=str(tmp_path / "run"), snapshot_every=1, slow=during == "slow")
+    hosts.at(18, 1)
+    time.sleep(1 if during == "slow" else 0)  # into the evaluation that follows the next step
+    strike(hosts.processes[0], signal.SIGKILL)
+    found = hosts.ended(1, 2)
+    alone = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS).train(engine="inline", run_dir=tmp_path / "alone")
+    assert found[1]["chain"] == alone.chain
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(STEPS))
+    assert [line["event"] for line in lines if line["event"] in ("start", "end")] == ["start", "end"]
+    again = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS + 5)
+    resumed = again.train(engine="inline", run_dir=tmp_path / "run")
+    assert resumed.resumed_from == STEPS
+    assert resumed.digest == again.train(engine="inline").digest
+
+
+@pytest.mark.long
+def test_another_recipe_may_not_join(three):
+    """A process that comes with another recipe is refused with a sentence, and the run goes on."""
+    hosts = three(pause=0.5)
+    hosts.at(4)
+    strike(hosts.processes[2], signal.SIGKILL)
+    hosts.at(6)
+    hosts.command[2] = hosts.command[2].replace("steps=90", "steps=91")
+    hosts.again(2)
+    _, text = output(hosts.processes[2], 100)
+    assert "a run is under way on these hosts" in text, text
+    (hosts.folder / "enough").touch()
+    hosts.ended(0, 1)
+
+
+def test_bits_that_differ_are_found(three):
+    """Negative twin of all of these: a run of other steps has another digest."""
+    assert FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS - 1).train(engine="inline").digest != wanted()[0]
+    assert dataclasses.is_dataclass(FAMILIES["conv_norm"])

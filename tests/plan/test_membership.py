@@ -1,0 +1,180 @@
+"""The agreement on who goes on: every order of messages, losses and deaths leads to one value, or to none."""
+
+import json
+import random
+
+import pytest
+
+from phalanx.plan import membership
+from phalanx.plan.membership import Agreement, mutual, quorum
+
+SEEDS = 60
+
+
+def proposer(me, count):
+    """Proposes what only this member would, so that two chosen values show."""
+    return lambda stopped: {"by": me, "at": next(count), "members": sorted(stopped)}
+
+
+class Net:
+    """Members that agree over a network that loses, repeats and delays messages; some die on the way."""
+
+    def __init__(self, seed, size, kind=Agreement):
+        self.random = random.Random(seed)
+        self.size, self.flying, self.dead = size, [], set()
+        count = iter(range(10**6))
+        self.members = [kind(me, range(size), proposer(me, count)) for me in range(size)]
+        self.chosen = []
+
+    def send(self, sender, said):
+        for to, message in said:
+            if len(self.flying) > 40:  # what comes too fast is lost
+                continue
+            if self.random.random() > 0.2:
+                self.flying.append((sender, to, json.dumps(message)))
+            if self.random.random() < 0.1:
+                self.flying.append((sender, to, json.dumps(message)))
+
+    def note(self, me):
+        value = self.members[me].chosen
+        if value is not None:
+            self.chosen.append(json.dumps(value, sort_keys=True))
+
+    def step(self, *, deaths=True, suspects=True):
+        """One event: a message arrives, time passes for somebody, or somebody dies."""
+        kind = self.random.random()
+        if kind < 0.75 and self.flying:
+            sender, to, text = self.flying.pop(self.random.randrange(len(self.flying)))
+            if to not in self.dead:
+                self.send(to, self.members[to].hear(sender, json.loads(text)))
+                self.note(to)
+        elif kind < 0.99 or not deaths:
+            me = self.random.randrange(self.size)
+            if me not in self.dead:
+                alive = [other for other in range(self.size) if other not in self.dead]
+                if suspects:  # who is heard differs, and may be wrong
+                    alive = [other for other in alive if other == me or self.random.random() < 0.8]
+                self.send(me, self.members[me].tick(alive, {"step": 5}))
+                self.note(me)
+        elif len(self.dead) < self.size - 1:
+            self.dead.add(self.random.randrange(self.size))
+
+
+def differing(kind, sizes=(2, 3, 4, 5), seeds=SEEDS):
+    """How many random runs chose two values."""
+    wrong = 0
+    for size in sizes:
+        for seed in range(seeds):
+            net = Net(seed, size, kind)
+            for _ in range(400):
+                net.step()
+            wrong += len(set(net.chosen)) > 1
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_two_quorums_meet(size):
+    """Any two sets of members that may go on have one in common, so never two sides go on."""
+    every = [[member for member in range(size) if bits >> member & 1] for bits in range(1 << size)]
+    able = [some for some in every if quorum(range(size), some)]
+    assert all(set(one) & set(other) for one in able for other in able)
+    assert quorum(range(size), range(size))
+    assert not quorum(range(size), [])
+
+
+def test_half_needs_the_lowest():
+    """With exactly half, the half with the lowest member goes on."""
+    assert quorum([1, 4], [1])
+    assert not quorum([1, 4], [4])
+    assert quorum([0, 1, 2, 3], [0, 3])
+    assert not quorum([0, 1, 2, 3], [1, 2])
+
+
+def test_never_two_values():
+    """Whatever is lost, repeated, late or dead: no two members take different values."""
+    assert differing(Agreement) == 0
+
+
+class Forgets(Agreement):
+    """Planted: a promise does not tell what was accepted before."""
+
+    def _prepare(self, sender, message):
+        self._accepted = (membership.NONE, None)
+        return super()._prepare(sender, message)
+
+
+class Obeys(Agreement):
+    """Planted: accepts ballots below one that it promised."""
+
+    def _accept(self, sender, message):
+        self._promised = membership.NONE
+        return super()._accept(sender, message)
+
+
+class Insists(Agreement):
+    """Planted: a leader keeps to its own proposal, whatever was accepted before."""
+
+    def _promise(self, sender, message):
+        return super()._promise(sender, {**message, "accepted": (membership.NONE, None)})
+
+
+class Hasty(Agreement):
+    """Planted: chosen as soon as one member has accepted."""
+
+    def _accepted_by(self, sender, message):
+        self._votes |= set(self._members)
+        return super()._accepted_by(sender, message)
+
+
+@pytest.mark.parametrize("kind", [Forgets, Obeys, Insists, Hasty])
+def test_faults_are_found(kind):
+    """Each rule is needed: without it, some of these runs choose two values."""
+    assert differing(kind, sizes=(3, 4, 5), seeds=250) > 0
+
+
+def test_any_half_as_a_quorum_is_found(monkeypatch):
+    """With any half as a quorum, two sides of four choose differently."""
+    monkeypatch.setattr(membership, "quorum", lambda members, some: 2 * len(set(members) & set(some)) >= len(members))
+    assert differing(Agreement, sizes=(4,), seeds=250) > 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_all_who_live_agree_in_the_end(size):
+    """Once nobody dies and who lives is known, all living members of a quorum come to know the value."""
+    for seed in range(30):
+        net = Net(seed, size)
+        for _ in range(60):
+            net.step()
+        living = [member for member in range(size) if member not in net.dead]
+        if not quorum(range(size), living):
+            continue
+        for _ in range(4000):
+            net.step(deaths=False, suspects=False)
+        assert all(net.members[member].chosen is not None for member in living), seed
+
+
+def test_nothing_is_chosen_without_a_quorum():
+    """Two of five that hear only each other never choose."""
+    net = Net(1, 5)
+    net.dead = {0, 1, 2}
+    for _ in range(2000):
+        net.step(deaths=False, suspects=False)
+    assert net.chosen == []
+
+
+def test_what_cannot_be_proposed_is_tried_again():
+    """A leader whose proposal cannot be formed yet waits, and asks again."""
+    answers = iter([None, None, {"members": [0]}])
+    alone = Agreement(0, [0], lambda _: next(answers))
+    for _ in range(3):
+        assert alone.chosen is None
+        alone.tick([], {"step": 1})
+    assert alone.chosen == {"members": [0]}
+
+
+def test_members_that_hear_each_other():
+    """Who hears somebody but is not heard does not count; the lower ones are preferred."""
+    assert mutual({0: [1, 2], 1: [0, 2], 2: [0, 1]}, 0) == [0, 1, 2]
+    assert mutual({0: [1, 2], 1: [0, 2], 2: [1]}, 0) == [0, 1]
+    assert mutual({0: [1, 2], 1: [0], 2: [0]}, 0) == [0, 1]
+    assert mutual({0: [2], 2: [0], 3: []}, 2) == [0, 2]
