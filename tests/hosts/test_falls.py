@@ -1,7 +1,7 @@
 """Hosts that fall, come and leave: the others go on within the run, to the digest of one process."""
 
-import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -13,7 +13,7 @@ import pytest
 
 from tests.families import FAMILIES
 from tests.hosts.network import Network, descendants, output, strike, until, why_not
-from tests.sampling import cover
+from tests.sampling import sample
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(240)]
@@ -36,6 +36,13 @@ def slow(output, target):
     time.sleep(0.2)
     return (output.argmax(1) == target).float().mean()
 recipe = FAMILIES["conv_norm"].recipe(%d, steps=%d)
+if options.pop("plant", False):
+    from phalanx.engines.hosts.driver import Distributed
+    share = Distributed._share
+    def planted(self, chosen):
+        share(self, chosen)
+        next(iter(self._framework.export(0, copy=False, digest=False).params.values())).data.add_(1)
+    Distributed._share = planted
 if options.pop("slow", False):
     options["evaluation"] = phalanx.Evaluation(slow, recipe.data, batch_size=2, every_steps=20, name="slow")
 try:
@@ -115,7 +122,8 @@ def three(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "victim"), cover("falls of hosts", ["killed", "process", "stopped", "frozen", "cut"], [0, 1, 2])
+    ("how", "victim"),
+    sample("falls of hosts", itertools.product(["killed", "process", "stopped", "frozen", "cut"], [0, 1, 2]), 3),
 )
 def test_a_host_falls(three, how, victim):
     """Killed or frozen, all of it or the caller's process, or its link down: two go on, in the same processes."""
@@ -138,7 +146,7 @@ def test_a_host_falls(three, how, victim):
         assert json.loads(output(fallen, 60)[1].splitlines()[-1])["error"] == "PeersLostError"
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_worker_falls(three, victim):
     """A worker is killed, twice: the same processes go on, with other workers."""
     hosts = three()
@@ -185,7 +193,7 @@ def test_a_link_is_cut_in_one_direction(three, pair):
     assert {facts["error"] for facts in told if "error" in facts} == {"PeersLostError"}
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_host_comes_back(three, victim):
     """A process that starts again with the same environment finds the run and joins it, the first one too."""
     hosts = three(pause=0.5)
@@ -233,7 +241,7 @@ def test_a_host_leaves(three, tmp_path, victim):
     assert "SIGTERM" in found[2]["incidents"][0][2]
 
 
-@pytest.mark.parametrize("during", ["steps", "slow"])
+@pytest.mark.parametrize("during", ["steps", pytest.param("slow", marks=pytest.mark.long)])
 def test_who_is_left_saves(three, tmp_path, during):
     """The process that saves falls, while it saves every step, or in an evaluation: another goes on, with one chain."""
     hosts = three(run_dir=str(tmp_path / "run"), snapshot_every=1, slow=during == "slow")
@@ -267,7 +275,11 @@ def test_another_recipe_may_not_join(three):
     hosts.ended(0, 1)
 
 
-def test_bits_that_differ_are_found(three):
-    """Negative twin of all of these: a run of other steps has another digest."""
-    assert FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS - 1).train(engine="inline").digest != wanted()[0]
-    assert dataclasses.is_dataclass(FAMILIES["conv_norm"])
+@pytest.mark.long
+def test_a_state_that_is_not_taken_home_whole_is_found(three):
+    """Negative twin of all of these: survivors whose weights are moved by one on the way end in other bits."""
+    hosts = three(plant=True)
+    hosts.at(20)
+    strike(hosts.processes[2], signal.SIGKILL)
+    found = [json.loads(output(hosts.processes[number], 150)[1].splitlines()[-1]) for number in (0, 1)]
+    assert len({facts["digest"] for facts in found} | {wanted()[0]}) == 2, found
