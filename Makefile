@@ -2,6 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := .venv/.demo
 INSTALLED := .venv/.installed
+RAY := .venv/.ray
 MINUTES ?= 10
 SEED ?= 0
 SOURCES := $(wildcard src tests benchmarks examples)
@@ -29,7 +30,7 @@ endef
 test: $(INSTALLED)  ## the tests, the same ones every time; under four minutes
 	$(call tests, and not campaign and not house)
 
-test-all: $(INSTALLED)  ## all tests and all their cases; under 45 minutes
+test-all: $(INSTALLED) $(RAY)  ## all tests and all their cases; under 45 minutes
 	$(call tests,)
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
@@ -85,6 +86,10 @@ $(DEMO): pyproject.toml constraints.txt
 $(INSTALLED): $(DEMO)
 	@echo "Installing the tools that tests need into .venv; the first time this takes about a minute."
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(RAY): $(INSTALLED)
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[ray]' || echo "without Ray, its tests are skipped"
 	@touch $@
 
 .venv: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""Ray Train's TorchTrainer runs a recipe on two workers; tried where ray is installed (pip install 'ray[train]')."""
+"""A recipe under Ray: actors that fall and come back, a TorchTrainer; tried where ray is installed (extra ``ray``)."""
 
 import json
 import subprocess
@@ -31,6 +31,71 @@ try:
 finally:
     ray.shutdown()
 """
+
+
+ACTORS = """
+import json, os, signal, socket, sys, time
+import ray
+
+folder, root = sys.argv[1:]
+paths = {"PYTHONPATH": f"{root}/src:{root}", "OMP_NUM_THREADS": "1"}
+ray.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": paths})
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+class Host:
+    def run(self, env):
+        os.environ.update(env)
+        from tests.families import FAMILIES
+        me, told = env["RANK"], []
+        class Tell:
+            everywhere = True
+            def step(self, report):
+                told.append(report.step)
+                with open(os.path.join(folder, f"step-{me}"), "w") as file:
+                    file.write(f"{os.getpid()} {report.step}")
+                time.sleep(0 if os.path.exists(os.path.join(folder, "enough")) else 0.5)
+        result = FAMILIES["conv_norm"].recipe(6, steps=90).train(workers=3, callbacks=[Tell()], lost_after=5.0)
+        return result.digest, told, os.getpid(), [each.kind for each in result.incidents]
+
+def read(rank):
+    path = os.path.join(folder, f"step-{rank}")
+    return open(path).read().split() if os.path.exists(path) else []
+
+try:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    hosts = [Host.remote() for _ in range(3)]
+    runs = [host.run.remote({**world, "RANK": str(rank)}) for rank, host in enumerate(hosts)]
+    while len(read(2)) < 2 or int(read(2)[1]) < 4:
+        time.sleep(0.1)
+    pid = int(read(2)[0])
+    os.kill(pid, signal.SIGKILL)
+    while len(read(2)) < 2 or int(read(2)[0]) == pid:
+        time.sleep(0.1)
+    open(os.path.join(folder, "enough"), "w").close()
+    print("told", json.dumps(ray.get(runs, timeout=120)))
+finally:
+    ray.shutdown()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_an_actor_that_is_restarted(tmp_path):
+    """The process of an actor is killed: the others go on, Ray starts it again, and it joins the run."""
+    pytest.importorskip("ray")
+    (tmp_path / "job.py").write_text(ACTORS)
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path), str(ROOT)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("told"))[5:])
+    wanted = FAMILIES["conv_norm"].recipe(6, steps=90).train(engine="inline").digest
+    assert [digest for digest, *_ in told] == [wanted] * 3
+    assert all(steps == list(range(steps[0], 90)) for _, steps, *_ in told)
+    assert [steps[0] > 0 for _, steps, *_ in told] == [False, False, True]
+    assert told[0][3] == told[1][3] == ["lost", "joined"]
 
 
 @pytest.mark.timeout(240)
