@@ -73,6 +73,8 @@ class Distributed(Changing[Processes]):
         self.run_state = run_state
         begin = self._on_this_host if chosen is None else lambda: self._entered(chosen)[1]
         super().__init__(run_state, begin)
+        if run_state.averaged is not None:
+            run_state.averaged = lambda: self.engine.averaged()  # of the engine of that time
         self.workers = workers * world.size
 
     def _on_this_host(self) -> Processes:
@@ -227,6 +229,8 @@ class Distributed(Changing[Processes]):
                     state.add(report.loss, 0)
                     state.unseen.append(report)
             state.samples = history["samples"]
+            if state.averaging is not None and state.averaged is not None:
+                state.callbacks = states_in(history, captured.training)
         if (self._steps, self._whole) != (chosen["step"], True) and me not in chosen["behind"]:
             raise RunError(f"this process has done {self._steps} steps where {chosen['step']} were agreed on")
         self._whole, state.leads = True, chosen["keeper"] == me

@@ -261,9 +261,8 @@ class Members:
         elif "expelled" in thing:
             self._expelled = thing["expelled"] > self.number + 1 or self._past.get(thing["expelled"]) is None
         elif "under way" in thing:
-            if "places" not in thing["under way"]:
-                return  # this process is a member already; it will be told of that
-            self.under_way = {**thing["under way"], "from": sender, "place": thing["place"]}
+            if "places" in thing["under way"]:  # else this process is a member already, and will be told of that
+                self.under_way = {**thing["under way"], "from": sender, "place": thing["place"]}
         elif "bye" in thing:
             self.left[sender] = Farewell(**thing["bye"])
         else:

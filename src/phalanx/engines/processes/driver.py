@@ -83,12 +83,17 @@ class Processes:
         if not self._copies or self.run_state.averaging is None:
             return None
         decay, name = self.run_state.averaging
-        earlier = self.run_state.callbacks.get(name)
-        self._framework.sharing.averaging = decay, earlier["averaged"] if isinstance(earlier, dict) else None
-        self.run_state.averaged = self._averaged
+        earlier, sharing = self.run_state.callbacks.get(name), self._framework.sharing
+        averaged = earlier["averaged"] if isinstance(earlier, dict) else None
+        if self.run_state.averaged is not None:  # an engine before this one kept it, unless a state has come since
+            self.run_state.callbacks.pop(name, None)
+            averaged = averaged or sharing.averages.named()
+            del sharing.averages  # it was made once
+        sharing.averaging = decay, averaged
+        self.run_state.averaged = self.averaged
         return decay
 
-    def _averaged(self) -> Weights | None:
+    def averaged(self) -> Weights | None:
         """The average after the last finished step. A snapshot of that step has fetched it already."""
         if not self.closed and self._fetched != self._steps:
             self.fetch(save=True)
