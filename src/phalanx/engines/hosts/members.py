@@ -138,9 +138,9 @@ class Members:
 
     def spelled(self, rank: int) -> str:
         """What became of a member."""
-        if rank in self.left and self.left[rank].way == LEAVES:
-            return f"process {rank} has left: {self.left[rank].why}"
-        return f"process {rank} is lost: {self._lost.get(rank, 'its process ended')}"
+        if rank in self.left:
+            return f"process {rank} {'has left' if self.left[rank].way == LEAVES else 'is lost'}: {self.left[rank].why}"
+        return f"process {rank} is lost: {self._lost.get(rank, 'it lives, but does nothing')}"
 
     @property
     def final(self) -> tuple[int, Farewell] | None:
