@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 Message = dict[str, Any]  # plain values only, so that it travels as JSON
 PATIENCE = 10  # ticks until a leader begins another ballot
+KINDS = "stopped", "prepare", "promise", "accept", "accepted_by", "chosen"
 NONE: tuple[int, int] = (0, -1)  # before all ballots
 
 
@@ -90,7 +91,7 @@ class Agreement:
         """A message has come; returns what is to be said."""
         if self.chosen is not None:
             return [] if message["kind"] == "chosen" else self._say(sender, {"kind": "chosen", "value": self.chosen})
-        return getattr(self, f"_{message['kind']}")(sender, message)
+        return getattr(self, f"_{message['kind']}")(sender, message) if message["kind"] in KINDS else []
 
     def _stopped(self, sender: int, message: Message) -> list[Addressed]:
         self.stopped[sender] = message

@@ -26,6 +26,7 @@ MOST_BYTES = 60_000  # of a datagram
 BEATS = 20  # within the time after which a silent member counts as lost
 FAREWELLS, FAREWELL_SECONDS = 4, 0.03  # how often the last word is said, and the time between
 JOIN_SECONDS = 0.2  # between two tries to join
+MALFORMED = LookupError, TypeError, ValueError, AttributeError  # what a datagram of somebody else's raises
 REFUSED = 2  # datagrams in a row that a host refuses: nobody listens there any more
 
 
@@ -49,14 +50,8 @@ class Peer:
             self.socket.send(data)
         except ConnectionRefusedError:
             self.refused += 1
-        except OSError:  # no route, or no name; it is silent then
-            self.close()
-
-    def close(self) -> None:
-        """Open a new socket for the next datagram: an address may have become another host's."""
-        if self.socket is not None:
-            self.socket.close()
-        self.socket = None
+        except OSError:  # no route, or no name; it is silent then, and the next datagram looks again
+            self.socket = None
 
 
 class Beacon:
@@ -152,7 +147,8 @@ class Beacon:
                 data, address = self.air.recvfrom(1 << 16)
                 mac, body = data[:MAC_BYTES], data[MAC_BYTES:]
                 if hmac.compare_digest(mac, hmac.digest(self.key, body, hashlib.sha256)):
-                    self.hear(json.loads(body), address, now)
+                    with contextlib.suppress(*MALFORMED):
+                        self.hear(json.loads(body), address, now)
 
     def hear(self, thing: dict[str, Any], address: Sequence[Any], now: float) -> None:
         """Note who lives, and pass on what the parent has to know."""
