@@ -1,18 +1,23 @@
 """Hosts that fall, come and leave: the others go on within the run, to the digest of one process."""
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 
+import phalanx
 from tests.families import FAMILIES
-from tests.hosts.network import Network, descendants, output, strike, until, why_not
+from tests.hosts.network import ROOT, Network, descendants, output, strike, until, why_not
+from tests.hosts.worlds import free_port
 from tests.sampling import sample
 
 WHY_NOT = why_not()
@@ -36,6 +41,9 @@ def slow(output, target):
     time.sleep(0.2)
     return (output.argmax(1) == target).float().mean()
 recipe = FAMILIES["conv_norm"].recipe(%d, steps=%d)
+if options.pop("stream", False):
+    columns = recipe.data
+    recipe = recipe.replace(data=phalanx.Stream(lambda: zip(*columns)))
 if options.pop("plant", False):
     from phalanx.engines.hosts.driver import Distributed
     share = Distributed._share
@@ -46,7 +54,7 @@ if options.pop("plant", False):
 if options.pop("slow", False):
     options["evaluation"] = phalanx.Evaluation(slow, recipe.data, batch_size=2, every_steps=20, name="slow")
 try:
-    result = recipe.train(workers=6, callbacks=[Tell()], lost_after=2.0, deadline_seconds=20.0, **options)
+    result = recipe.train(workers=options.pop("workers", 6), callbacks=[Tell()], lost_after=2.0, deadline_seconds=20.0, **options)
     facts = {"digest": result.digest, "told": told, "chain": result.chain, "losses": result.loss_history}
     facts["incidents"] = [[each.kind, each.worker, each.why] for each in result.incidents]
     print(json.dumps(facts))
@@ -56,10 +64,41 @@ except phalanx.PhalanxError as error:
 
 
 @functools.cache
-def wanted():
+def wanted(stream=False):
     """Losses and digest of one process."""
-    result = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS).train(engine="inline")
+    recipe = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS)
+    if stream:
+        columns = recipe.data
+        recipe = recipe.replace(data=phalanx.Stream(lambda: zip(*columns)))
+    result = recipe.train(engine="inline")
     return result.digest, result.loss_history
+
+
+class OneHost:
+    """Starts processes on this machine, as ``Network`` does on hosts; ended with the block."""
+
+    def __init__(self):
+        self.processes = []
+
+    def __enter__(self):
+        return self
+
+    def start(self, _, *command, **environment):
+        told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", **environment}
+        told |= {"MASTER_ADDR": "127.0.0.1"}
+        file = tempfile.TemporaryFile("w+")  # noqa: SIM115  read when it has ended
+        process = subprocess.Popen(command, env=told, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        process.file = file
+        self.processes.append(process)
+        return process
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            for pid in descendants(process.pid) if process.poll() is None else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+            process.file.close()
 
 
 class Hosts:
@@ -68,7 +107,8 @@ class Hosts:
     def __init__(self, network, folder, pause=0.03, **options):
         self.network, self.folder = network, folder
         self.command = [sys.executable, "-c", JOB, str(folder), json.dumps(options), str(pause)]
-        self.world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29700", "WORLD_SIZE": "3"}
+        self.wanted = wanted(stream=options.get("stream", False))
+        self.world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "3"}
         self.processes = [self.begin(number) for number in range(3)]
 
     def begin(self, number):
@@ -105,7 +145,7 @@ class Hosts:
             status, text = output(self.processes[number], 150)
             found[number] = facts = json.loads(text.splitlines()[-1])
             assert status == 0, text
-            assert (facts.get("digest"), facts.get("losses")) == wanted(), text
+            assert (facts.get("digest"), facts.get("losses")) == self.wanted, text
             assert facts["told"] == list(range(facts["told"][0], STEPS)), text
         return found
 
@@ -207,6 +247,21 @@ def test_a_host_comes_back(three, victim):
     assert kinds(found[watcher]) == ["lost", "joined"], found
     assert found[victim]["told"][0] > 4
     print(found[watcher]["incidents"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"workers": "auto"}, pytest.param({"workers": "auto", "stream": True}, marks=pytest.mark.long)]
+)
+def test_comes_back_to_a_host_that_it_shares(tmp_path, options):
+    """Nobody said how many workers: who comes has as many as the others have. It goes on in a stream where they are."""
+    with OneHost() as here:
+        hosts = Hosts(here, tmp_path, pause=0.5, **options)
+        hosts.at(4)
+        strike(hosts.processes[2], signal.SIGKILL)
+        hosts.at(6)
+        hosts.again(2)
+        hosts.in_again(2)
+        assert kinds(hosts.ended(0, 1, 2)[0]) == ["lost", "joined"]
 
 
 @pytest.mark.long

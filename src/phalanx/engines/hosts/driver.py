@@ -105,6 +105,8 @@ class Distributed(Changing[Processes]):
     def _advanced(self, step: int, batch: Any, horizon: int) -> StepReport:
         if self.run_state.unseen:  # it was finished while an incarnation ended
             return self.run_state.unseen.popleft()
+        # Who comes interrupts a step, so each step is interrupted once at most.
+        self._world.members.open = not self._stuck and not self.run_state.between_phases
         if batch is not None:
             self._check_batch(step, batch)
         return self.engine.advance(batch, horizon)
@@ -194,13 +196,15 @@ class Distributed(Changing[Processes]):
     def _agreed(self) -> dict[str, Any]:
         state = self.run_state
         complete = state.told == self._steps - len(state.unseen) and not state.between_phases
-        told = {"step": self._steps if self._whole else None, "open": complete}
+        complete = complete and not (self._definition.stream and state.unseen)  # its epochs are known where it is drawn
+        told = {"step": self._steps if self._whole else None, "open": complete, "each": self._on_each}
         return self._world.agree_anew(told, self._least)
 
     def _entered(self, chosen: dict[str, Any]) -> tuple[dict[str, Any], Processes]:
         """Begin the incarnation that was agreed on, or a later one if members fall meanwhile."""
         while True:
             try:
+                self._on_each = chosen["each"]
                 self._world.next(chosen)
                 self._share(chosen)
                 return chosen, self._on_this_host()
@@ -215,7 +219,7 @@ class Distributed(Changing[Processes]):
                 report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *state.unseen)
             ]
             more = {"reports": [report._asdict() for report in reports], "told": self._steps - len(state.unseen)}
-            content = _sent(self._captured(), state, {**state.callbacks, **state.states()}, **more)
+            content = _sent(self._captured(), state, {**state.callbacks, **state.states(), **state.stream()}, **more)
             self._world.send(content, chosen["behind"])
         elif me in chosen["behind"]:
             captured, history = unpacked(self._world.receive(chosen["source"]))

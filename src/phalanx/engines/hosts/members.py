@@ -70,6 +70,8 @@ class Members:
         For a process that has just started: the run that it may join, as its members say.
     facts : str
         A hash of what must be the same in all processes.
+    open : bool
+        Whether a process that wants to join is news.
     refused : bool
         Whether the members of the run that is under way do another one.
     """
@@ -83,7 +85,7 @@ class Members:
         self.done: set[int] = set()
         self.joining: dict[int, dict[str, Any]] = {}
         self.under_way: dict[str, Any] | None = None
-        self.facts, self.refused = "", False
+        self.facts, self.refused, self.open = "", False, False
         self._lost: dict[int, str] = {}
         self._ended: set[int] = set()  # those of them that will not come back
         self._waiting: list[tuple[int, Message]] = []
@@ -133,7 +135,7 @@ class Members:
             )
         away = [rank for rank in self.ranks if rank in self.left and self.left[rank].way != DONE]
         stopped = [f"process {sender} has stopped" for sender, _ in self._waiting]
-        wanted = [f"process {rank} wants to join" for rank in self.joining if self.me == min(self.ranks)]
+        wanted = [f"process {rank} wants to join" for rank in self.joining if self.open and self.me == min(self.ranks)]
         return next(iter([*map(self.spelled, [*away, *self._lost]), *stopped, *wanted]), "")
 
     def spelled(self, rank: int) -> str:
@@ -172,7 +174,8 @@ class Members:
             now = time.monotonic()
             late = self.alive if now - began < patience else [rank for rank in self.alive if rank in agreement.stopped]
             since = now if quorum(self.ranks, [self.me, *late]) else since
-            if now - since > self.seconds or not quorum(self.ranks, set(self.ranks) - self._ended):
+            over = now - since > self.seconds or now - began > 2 * patience + self.seconds
+            if over or not quorum(self.ranks, set(self.ranks) - self._ended):
                 lost = "; ".join(map(self.spelled, self._lost)) or "members do not answer"
                 raise PeersLostError(
                     f"{lost}. Of {len(self.ranks)} members only a majority goes on, or the half with the lowest"

@@ -146,14 +146,18 @@ def _absent(rank: int) -> PhalanxError:
 
 def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listening = _listening(address, port)
-        options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
-        # libuv's store in torch 2.6 takes no socket that listens.
-        options["use_libuv"] = not torch.__version__.startswith("2.6.")
-        store = TCP(address, port, size, is_master=True, **options)
+        store = served(address, port, limit)
     else:
         store = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
     return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
+
+
+def served(address: str, port: int, limit: datetime.timedelta) -> Any:
+    """A store of this process; port 0: at any that is free."""
+    listening = _listening(address, port)
+    options = {"timeout": limit, "wait_for_workers": False, "master_listen_fd": listening}
+    # libuv's store in torch 2.6 takes no socket that listens.
+    return TCP(address, port, is_master=True, use_libuv=not torch.__version__.startswith("2.6."), **options)
 
 
 def _listening(address: str, port: int) -> int | None:

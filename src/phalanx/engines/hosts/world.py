@@ -28,7 +28,7 @@ from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, own_address, towards
 from phalanx.engines.hosts.members import CLOSED, FAILED, Farewell, Members
-from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, surroundings
+from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, served, surroundings
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
 from phalanx.plan.membership import mutual, quorum
 from phalanx.surroundings import interrupts
@@ -74,9 +74,9 @@ class World:
         self.rank, self.size, address, port = surroundings()
         world = f"{port} {self.size} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
         self.members = Members(self.rank, own_address(address), port + self.rank, world, lost_after)
-        self.members.look_for({0: [address, port]} if self.rank else {})
         self.joins, self.keeper = False, 0
         self._gloo: Gloo | None = None
+        self._own: Any = None  # one store for all incarnations that this process proposes
         self._names = dict[int, str]()
         try:
             facts = self.rank, self.size, address, port, self.seconds
@@ -133,7 +133,8 @@ class World:
         Parameters
         ----------
         told : dict
-            step: how many updates the state here has, None if it is lost; open: whether others may join now.
+            step: how many updates the state here has, None if it is lost; open: whether others may join now; each: how
+            many workers a host has.
         least : int
             With how many members it is worth while.
 
@@ -165,7 +166,7 @@ class World:
         self.rank, self.size = self.members.ranks.index(self.members.me), len(places)
         limit = datetime.timedelta(seconds=CONNECT_SECONDS)
         try:
-            store = self._own_store if self.rank == chosen["leader"] else TCP(*self._tcp, timeout=limit)
+            store = self._own if self.rank == chosen["leader"] else TCP(*self._tcp, timeout=limit)
         except Exception as error:
             raise SeveredError(f"the members' store at {self._tcp[0]} cannot be reached: {error}") from error
         self._store = c10d.PrefixStore(str(chosen["number"]), store)
@@ -224,7 +225,7 @@ class World:
         wrong = "" if steps else "no member has the state of a whole step any more; start again"
         if len(group) + len(joining) < least:
             wrong = f"min_hosts is {least}, and {len(group)} members are left; start again when there are more"
-        self._own_store = TCP(members.place[0], 0, is_master=True, wait_for_workers=False)
+        self._own = self._own or served(members.place[0], 0, datetime.timedelta(seconds=CONNECT_SECONDS))
         everybody = sorted([*group, *joining])
         hosts = self._hosts | {rank: facts["host"] for rank, facts in joining.items()}
         places = members.places | {rank: facts["place"] for rank, facts in joining.items()}
@@ -233,8 +234,8 @@ class World:
             "places": {rank: places[rank] for rank in everybody}, "hosts": {rank: hosts[rank] for rank in everybody},
             "joined": sorted(joining), "lost": sorted(set(members.ranks) - set(group)), "source": source,
             "behind": [rank for rank in everybody if steps.get(rank) != steps.get(source)],
-            "keeper": self.keeper if self.keeper in group else min(group),
-            "leader": everybody.index(members.me), "store": [members.place[0], self._own_store.port],
+            "keeper": self.keeper if self.keeper in group else min(group), "each": stopped[members.me]["each"],
+            "leader": everybody.index(members.me), "store": [members.place[0], self._own.port],
         }  # fmt: skip
         return json.loads(json.dumps(proposed))  # as others get it
 
@@ -283,12 +284,6 @@ class World:
         if self._gloo is not None:
             self._gloo.close()
         self.members.part(Farewell(way, why[:LONGEST]))
-
-    def close(self) -> None:
-        """Close what was opened for this run; the store stays."""
-        if self._gloo is not None:
-            self._gloo.close()
-        self.members.close()
 
     @property
     def _met(self) -> Gloo:
