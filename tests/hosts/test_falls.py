@@ -43,7 +43,7 @@ def slow(output, target):
 recipe = FAMILIES["conv_norm"].recipe(%d, steps=%d)
 if options.pop("stream", False):
     columns = recipe.data
-    recipe = recipe.replace(data=phalanx.Stream(lambda: zip(*columns)))
+    recipe = recipe.replace(data=phalanx.Stream(lambda: zip(*columns, strict=True)))
 if options.pop("plant", False):
     from phalanx.engines.hosts.driver import Distributed
     share = Distributed._share
@@ -54,7 +54,8 @@ if options.pop("plant", False):
 if options.pop("slow", False):
     options["evaluation"] = phalanx.Evaluation(slow, recipe.data, batch_size=2, every_steps=20, name="slow")
 try:
-    result = recipe.train(workers=options.pop("workers", 6), callbacks=[Tell()], lost_after=2.0, deadline_seconds=20.0, **options)
+    options = {"workers": 6, "lost_after": 2.0, "deadline_seconds": 20.0, **options}
+    result = recipe.train(callbacks=[Tell()], **options)
     facts = {"digest": result.digest, "told": told, "chain": result.chain, "losses": result.loss_history}
     facts["incidents"] = [[each.kind, each.worker, each.why] for each in result.incidents]
     print(json.dumps(facts))
@@ -69,7 +70,7 @@ def wanted(stream=False):
     recipe = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS)
     if stream:
         columns = recipe.data
-        recipe = recipe.replace(data=phalanx.Stream(lambda: zip(*columns)))
+        recipe = recipe.replace(data=phalanx.Stream(lambda: zip(*columns, strict=True)))
     result = recipe.train(engine="inline")
     return result.digest, result.loss_history
 
