@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Unpack
 
+from phalanx.checkpoint.directory import newest_step
 from phalanx.checkpoint.resume import ANYWAY, ResumeState
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
@@ -342,7 +343,7 @@ class Recipe(Definition):
 
 def _of_this_process(settled: SimpleNamespace, world: Any) -> SimpleNamespace:
     """The options as they hold in this process: of several, one reports and saves."""
-    if world is None or not (world.joins or world.rank):
+    if world is None or world.elect(-1 if settled.run_dir is None else newest_step(settled.run_dir)):
         return settled
     everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
     others = {"run_dir": None, "warm_start": None, "callbacks": everywhere, "progress": False}

@@ -8,6 +8,7 @@ import torch
 
 import phalanx
 from phalanx.callbacks import EarlyStopping, SaveBest
+from phalanx.checkpoint.directory import newest_step
 from tests.callbacks import jobs as job
 from tests.exactness.test_named_losses import recipe
 from tests.families import FAMILIES
@@ -205,6 +206,19 @@ told[1] = [results[0].steps, told[1].resumed_from, told[1].digest]
     assert [told[1] for told in found] == [[8, 8, wanted]] * 2
     assert found[0][0].startswith("Preempted: run.terminate() was called, and the state after 8 steps was saved")
     assert found[1][0].startswith("Preempted: run.terminate() was called, and nothing is saved here")
+
+
+def test_the_newest_snapshot_counts(pair, tmp_path):
+    """Each process has a directory of its own: all go on from the newest snapshot, and who has it saves."""
+    made = FAMILIES["mlp"].recipe
+    for rank, steps in enumerate((3, 5)):
+        made(4, steps=steps).train(engine="inline", run_dir=tmp_path / str(rank))
+    found = pair(f"""
+tried(lambda: family.recipe(4, steps=8).train(run_dir={str(tmp_path)!r} + f"/{{rank}}", deadline_seconds=20))
+told[0] = [told[0].digest, told[0].resumed_from]
+""")
+    assert found == [[[made(4, steps=8).train(engine="inline").digest, 5]]] * 2
+    assert [newest_step(tmp_path / str(rank)) for rank in range(2)] == [3, 8]
 
 
 BEST = """

@@ -269,6 +269,6 @@ def test_a_state_that_was_cut_on_the_way(good, cut):
     sent = tensors.packed(Captured(dict(found.weights), dict(found.training), found.facts), {"more": 1})
     state, more = tensors.unpacked(sent)
     assert (list(state.weights), more) == (list(found.weights), {"more": 1})
-    with pytest.raises(phalanx.SnapshotError, match="that rank 0 sent cannot be used"):
+    with pytest.raises(phalanx.SnapshotError, match="that another process sent cannot be used"):
         tensors.unpacked(sent[:cut])
     assert contents(found)

@@ -243,6 +243,13 @@ def newest_of(path: pathlib.Path) -> Snapshot | None:
     return None
 
 
+def newest_step(path: pathlib.Path) -> int:
+    """The step of a run's newest snapshot, damaged or not; -1 if there is none, or it cannot be listed."""
+    with contextlib.suppress(SnapshotError):
+        return next((int(folder.name[5:]) for folder in snapshot_folders(path) if snapshot.is_one(folder)), -1)
+    return -1
+
+
 def snapshot_folders(path: pathlib.Path) -> list[pathlib.Path]:
     """Folders of a run's snapshots, newest first.
 

@@ -125,7 +125,7 @@ def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
         )
         return Captured(weights, training, message["facts"]), message["more"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SnapshotError(f"the state that rank 0 sent cannot be used: {error}") from error
+        raise SnapshotError(f"the state that another process sent cannot be used: {error}") from error
 
 
 def _described(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:

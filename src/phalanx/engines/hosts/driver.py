@@ -267,7 +267,7 @@ def open_distributed(
     definition: Definition, workers: int | None, devices: Sequence[str], cores: Sequence[int], world: World,
     begin: Callable[[Framework], RunState], *, allow: bool = False, readers: int | None = 0, least: int = 1,
 ) -> Distributed:  # fmt: skip
-    """Check that all processes agree, adopt rank 0's state, and start this host's workers. Or join a run.
+    """Check that all processes agree, adopt the keeper's state, and start this host's workers. Or join a run.
 
     Raises
     ------
@@ -325,14 +325,14 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
 
 
 def _same_start(world: World, framework: Framework, begin: Callable[[Framework], RunState]) -> RunState:
-    """Rank 0 may go on from a snapshot; all others adopt its state."""
-    if world.rank == 0:
+    """The keeper may go on from a snapshot; all others adopt its state."""
+    if world.rank == world.keeper:
         run_state = begin(framework)
         with framework.environment:
             content = _sent(framework.capture(copy=False), run_state, run_state.callbacks)
-        world.send(content, range(1, world.size))
+        world.send(content, [rank for rank in range(world.size) if rank != world.keeper])
         return run_state
-    captured, history = unpacked(world.receive(0))
+    captured, history = unpacked(world.receive(world.keeper))
     with framework.environment:
         framework.adopt(captured)
     run_state = RunState(leads=False)

@@ -127,6 +127,15 @@ class World:
         self.members.begin(self.run, 0, {rank: item["place"] for rank, item in enumerate(everybody)})
         return min(_room(item, everybody) for item in everybody)
 
+    def elect(self, newest: int) -> bool:
+        """Agree on the keeper: the first process whose snapshot is the newest; -1: it has none. Is it this one?"""
+        if self.joins:
+            return False
+        self._store.set(f"newest/{self.rank}", str(newest))
+        steps = [int(self._get(f"newest/{rank}", rank)) for rank in range(self.size)]
+        self.keeper = steps.index(max(steps))
+        return self.rank == self.keeper
+
     def agree_anew(self, told: dict[str, Any], least: int) -> dict[str, Any]:
         """Agree with the members that are left on the next incarnation.
 
