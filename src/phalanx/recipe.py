@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from phalanx.checkpoint.directory import newest_step
 from phalanx.checkpoint.resume import ANYWAY, ResumeState
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
@@ -27,6 +26,7 @@ from phalanx.surroundings import interrupts, sources
 from phalanx.surroundings.interrupts import on_sigterm
 from phalanx.surroundings.turns import Turns
 
+AGAIN_SECONDS = 1.0  # from one try to take over a directory to the next
 AHEAD = (
     "readers is {}, but a stream is read in the caller's process, so it has no effect; make_iterable may return a "
     "torch DataLoader(dataset, batch_size=None, num_workers=1), which reads ahead"
@@ -307,7 +307,7 @@ class Recipe(Definition):
             supply = self.stream and supplied(self, engine.run_state, engine.reading, bar, anyway=anyway)
             undo.callback(supply.close if supply else bool)
             facts = self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting
-            later = functools.partial(self._succeed, own, engine, turn, called, lambda: run)
+            later = self._succeed(own, engine, turn, called, lambda: run)
             loop = Loop(*facts, None if settled is own else later)
             run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted, own.run_dir)
             for observer in observers:
@@ -316,22 +316,32 @@ class Recipe(Definition):
             undo.pop_all()
         return run
 
-    def _succeed(self, own: Any, engine: Any, turn: Turns, called: float, run: Callable[[], Run]) -> list[Any]:
-        """What this process does once it reports and saves in place of another that fell."""
+    def _succeed(
+        self, own: Any, engine: Any, turn: Turns, called: float, run: Callable[[], Run]
+    ) -> Iterator[list[Any]]:
+        """What this process does once it reports and saves in place of another, as soon as that lets go of run_dir."""
         beside, stop = (*own.evaluation, *own.callbacks), own.on_snapshot_error == "stop"
         only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
-        observers = watching(own.progress, only, self, turn, stop=stop, called=called)
-        try:
-            past = ResumeState(self, own.run_dir, True, own.keep_snapshots, None, beside)
-            past.take_over(engine)
-            keeping = past.observers(own.snapshot_every, stop=stop, chain=own.chain)
-            observers += keeping
-            run().save_by(keeping[-1] if keeping else None)
-        except UsageError as error:
-            checks.warn(f"this process saves in place of another that fell, but nothing is saved: {error}")
-        for observer in observers:
-            observer.begin(engine, run())
-        return observers
+        observers: list[Any] = watching(own.progress, only, self, turn, stop=stop, called=called)
+        saves, again = False, 0.0
+        while not saves:
+            try:
+                past = ResumeState(self, own.run_dir, True, own.keep_snapshots, None, beside)
+                past.take_over(engine)
+                keeping = past.observers(own.snapshot_every, stop=stop, chain=own.chain)
+                observers += keeping
+                run().save_by(keeping[-1] if keeping else None)
+                saves = True
+            except UsageError as error:
+                if not again:
+                    checks.warn(f"this process saves in place of another that fell, as soon as it can: {error}")
+                again = time.perf_counter() + AGAIN_SECONDS
+            for observer in observers:
+                observer.begin(engine, run())
+            yield observers
+            while time.perf_counter() < again:
+                yield []
+            observers = []
 
     def _predicted(self, model: Any, weights: Any, data: Any, batch_size: int, forward_fn: Any) -> Any:
         """Outputs of a trained model, in this process."""
@@ -343,7 +353,7 @@ class Recipe(Definition):
 
 def _of_this_process(settled: SimpleNamespace, world: Any) -> SimpleNamespace:
     """The options as they hold in this process: of several, one reports and saves."""
-    if world is None or world.elect(-1 if settled.run_dir is None else newest_step(settled.run_dir)):
+    if world is None or world.elect(settled.run_dir):
         return settled
     everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
     others = {"run_dir": None, "warm_start": None, "callbacks": everywhere, "progress": False}

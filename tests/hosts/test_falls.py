@@ -15,6 +15,8 @@ import time
 import pytest
 
 import phalanx
+from phalanx.checkpoint.directory import newest_step
+from phalanx.cli import pages
 from tests.families import FAMILIES
 from tests.hosts.network import ROOT, Network, descendants, output, strike, until, why_not
 from tests.hosts.worlds import free_port
@@ -26,6 +28,7 @@ STEPS, REPLICAS = 90, 6
 JOB = """
 import json, os, sys, time
 import phalanx
+from phalanx.checkpoint.directory import newest_step
 from tests.families import FAMILIES
 folder, options, pause = sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3])
 me, told = os.environ["RANK"], []
@@ -310,10 +313,41 @@ def test_who_is_left_saves(three, tmp_path, during):
     lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["event"] == "step"] == list(range(STEPS))
     assert [line["event"] for line in lines if line["event"] in ("start", "end")] == ["start", "end"]
+    pages.report([tmp_path / "run"], tmp_path / "page.html")
+    assert f"<td>{found[1]['incidents'][0][-1]}</td>" in (tmp_path / "page.html").read_text()
     again = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS + 5)
     resumed = again.train(engine="inline", run_dir=tmp_path / "run")
     assert resumed.resumed_from == STEPS
     assert resumed.digest == again.train(engine="inline").digest
+
+
+def test_the_last_one_goes_on(tmp_path):
+    """Where all see one run_dir, who is left alone goes on though it is not the lowest; its chain has no gap."""
+    with OneHost() as here:
+        hosts = Hosts(here, tmp_path, run_dir=str(tmp_path / "run"), snapshot_every=10)
+        for step, victim in ((10, 2), (30, 0)):
+            hosts.at(step, 1)
+            strike(hosts.processes[victim], signal.SIGKILL)
+        found = hosts.ended(1)[1]
+    assert kinds(found) == ["lost", "lost"]
+    alone = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS).train(engine="inline", run_dir=tmp_path / "alone")
+    assert found["chain"] == alone.chain
+
+
+@pytest.mark.long
+def test_of_two_halves_one_goes_on(three, tmp_path):
+    """Two hosts that see one run_dir, and not each other: one goes on to the digest and saves, one ends and says why."""
+    hosts = three(pause=0.1, run_dir=str(tmp_path / "run"), snapshot_every=10)
+    hosts.at(10)
+    strike(hosts.processes[2], signal.SIGKILL)
+    hosts.at(20)
+    hosts.network.cut(0)
+    ends = {number: json.loads(output(hosts.processes[number], 150)[1].splitlines()[-1]) for number in (0, 1)}
+    lost = [number for number, facts in ends.items() if facts.get("error") == "PeersLostError"]
+    assert len(lost) == 1, ends
+    assert "the half that is first in" in ends[lost[0]]["why"]
+    assert ends[1 - lost[0]]["digest"] == wanted()[0]
+    assert newest_step(tmp_path / "run") == STEPS
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from phalanx.checkpoint.directory import first
 from phalanx.plan import membership
 from phalanx.plan.membership import Agreement, mutual, quorum
 
@@ -136,6 +137,39 @@ def test_any_half_as_a_quorum_is_found(monkeypatch):
     """With any half as a quorum, two sides of four choose differently."""
     monkeypatch.setattr(membership, "quorum", lambda members, some: 2 * len(set(members) & set(some)) >= len(members))
     assert differing(Agreement, sizes=(4,), seeds=250) > 0
+
+
+def claiming(fair):
+    """Makes members of which a half may go on once it has claimed that where all see it; or, unfairly, by itself."""
+    claims = {}
+
+    def make(me, members, propose):
+        if me == 0:  # of a new net
+            claims.clear()
+        half = []
+
+        def proposed(stopped):
+            half[:] = claims.setdefault("first", sorted(stopped)) if fair else sorted(stopped)
+            return propose(stopped)
+
+        def able(some):
+            return 2 * len(set(some)) > len(members) or sorted(set(some)) == half
+
+        return Agreement(me, members, proposed, able)
+
+    return make
+
+
+def test_the_half_that_is_first():
+    """Of two halves that see one directory only one goes on; without the directory both do, which is found."""
+    assert differing(claiming(True), sizes=(2, 4)) == 0
+    assert differing(claiming(False), sizes=(2, 4), seeds=250) > 0
+
+
+def test_who_claims_first(tmp_path):
+    """The second claim leaves the first; where nothing can be written nobody has claimed."""
+    assert [first(tmp_path / "half", word) for word in ("0 1", "2 3", "0 1")] == ["0 1"] * 3
+    assert first(tmp_path / "nowhere" / "half", "0 1") == ""
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

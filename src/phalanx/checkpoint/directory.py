@@ -19,6 +19,7 @@ from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Incident, RunState, StepReport, Training
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
+MARK = "world-"  # how names begin by which hosts see that they share the directory, and who goes on
 NAME = re.compile(r"step-(\d{12})")
 
 
@@ -241,6 +242,27 @@ def newest_of(path: pathlib.Path) -> Snapshot | None:
             "begin anew"
         )
     return None
+
+
+def mark(path: pathlib.Path, run: int) -> None:
+    """Mark a directory as that of a run over hosts, so that each of them can see whether it sees the same one."""
+    for old in path.glob(f"{MARK}*"):
+        old.unlink(missing_ok=True)
+    first(path / f"{MARK}{run}", "")
+
+
+def is_marked(path: pathlib.Path, run: int) -> bool:
+    """Whether this is the directory that was marked so."""
+    return os.path.lexists(path / f"{MARK}{run}")
+
+
+def first(path: pathlib.Path, word: str) -> str:
+    """The word of who came first; "" if it cannot be read. A link is made at once or not at all, over networks too."""
+    with contextlib.suppress(OSError):
+        os.symlink(word or ".", path)
+    with contextlib.suppress(OSError):
+        return os.readlink(path)
+    return ""
 
 
 def newest_step(path: pathlib.Path) -> int:

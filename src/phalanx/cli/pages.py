@@ -24,7 +24,6 @@ from phalanx.errors import SnapshotError, UsageError
 from phalanx.proof.replay import events
 from phalanx.run.plots import RATE, plot_runs, svg
 
-SHOWN = ("start", "resume", "death", "replaced", "rollback", "snapshot", "failed", "end")
 LAST = "last "
 LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
 MOST_BESIDE = 3  # runs that have a column each in a terminal, and their names in a page's title
@@ -190,10 +189,10 @@ def page(histories: Sequence[History]) -> str:
     parts = [f"<h1>phalanx: {title}</h1>", _table(short(rows), best) if len(rows) > 1 else "", _picture(histories)]
     parts += [_table(lines(rows))]
     for history in histories:
-        name, shown = html.escape(history.name), [line for line in history.events if line.get("event") in SHOWN]
+        name = html.escape(history.name)
         happened = [
             [_clock(line.get("time")), *(line.get(key, "") for key in ("event", "step", "worker", "why"))]
-            for line in shown[-MOST_EVENTS:]
+            for line in history.events[-MOST_EVENTS:]
         ]
         parts += [f"<h2>What happened in {name}</h2>", _table([["time", "event", "step", "worker", "why"], *happened])]
         parts += [f"<h2>The recipe of {name}</h2>", _table(history.recipe.items())]
@@ -246,7 +245,7 @@ def _table(rows: Any, best: int | None = None) -> str:
 
 
 def _picture(histories: Sequence[History]) -> str:
-    deaths = [[line["step"] for line in one.events if line.get("event") == "death"] for one in histories]
+    deaths = [[line["step"] for line in one.events if line.get("event") in ("death", "lost")] for one in histories]
     return f"<div>{svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))}</div>"
 
 

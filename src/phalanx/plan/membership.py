@@ -11,6 +11,7 @@ Only a quorum of the last members goes on, so a run never splits: a majority, or
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,8 @@ class Agreement:
     propose : callable
         ``propose(stopped)``: the next incarnation, as plain values, from what each member that has stopped told; None
         if it cannot be formed now. Asked where this member leads.
+    able : callable
+        ``able(some)``: whether some members are a quorum.
 
     Attributes
     ----------
@@ -62,10 +65,14 @@ class Agreement:
         What members told when they had stopped.
     """
 
-    def __init__(self, me: int, members: Sequence[int], propose: Callable[[dict[int, Message]], Any]) -> None:
+    def __init__(
+        self, me: int, members: Sequence[int], propose: Callable[[dict[int, Message]], Any],
+        able: Callable[[Collection[int]], bool] | None = None,
+    ) -> None:  # fmt: skip
         self.chosen: Any = None
         self.stopped: dict[int, Message] = {}
         self._me, self._members, self._propose = me, tuple(members), propose
+        self._able = able or functools.partial(quorum, members)
         self._promised, self._accepted = NONE, (NONE, None)
         self._ballot, self._proposal = NONE, None
         self._promises: dict[int, tuple[tuple[int, int], Any]] = {}
@@ -79,7 +86,7 @@ class Agreement:
         said = self._to_all({"kind": "stopped", **told})
         self._wait -= 1
         here = {self._me, *alive} & set(self._members)
-        if self._wait < 0 and min(here) == self._me and here <= self.stopped.keys() and quorum(self._members, here):
+        if self._wait < 0 and min(here) == self._me and here <= self.stopped.keys():
             self._proposal = self._propose({member: self.stopped[member] for member in sorted(here)})
             if self._proposal is not None:
                 self._ballot, self._wait = (max(self._promised, self._ballot)[0] + 1, self._me), PATIENCE
@@ -105,11 +112,11 @@ class Agreement:
         return self._say(sender, {"kind": "promise", "ballot": ballot, "accepted": self._accepted})
 
     def _promise(self, sender: int, message: Message) -> list[Addressed]:
-        if _ballot(message) != self._ballot or quorum(self._members, self._promises):
+        if _ballot(message) != self._ballot or self._able(self._promises):
             return []
         before, value = message["accepted"]
         self._promises[sender] = (before[0], before[1]), value
-        if not quorum(self._members, self._promises):
+        if not self._able(self._promises):
             return []
         # A value that may have been chosen stays chosen: that of the highest ballot, if any was accepted.
         known = max(self._promises.values(), key=lambda accepted: accepted[0])
@@ -127,7 +134,7 @@ class Agreement:
         if _ballot(message) != self._ballot:
             return []
         self._votes.add(sender)
-        if not quorum(self._members, self._votes):
+        if not self._able(self._votes):
             return []
         self.chosen = self._proposal
         return [Addressed(to, {"kind": "chosen", "value": self.chosen}) for to in self._members if to != self._me]

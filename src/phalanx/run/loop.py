@@ -49,8 +49,8 @@ class Loop:
         the run.
     waiting : sequence of (str, str)
         Arguments that name a metric, and its name.
-    successors : callable, optional
-        Makes and begins the observers that this process needs once it reports and saves in place of another.
+    successors : iterator of sequences of Observer, optional
+        Those that this process needs once it reports and saves in place of another; asked before each step from then.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Loop:
         supply: Dealer | None = None,
         first: Callable[[StepReport, Any], None] | None = None,
         waiting: Sequence[tuple[str, str]] = (),
-        successors: Callable[[], Sequence[Observer]] | None = None,
+        successors: Iterator[Sequence[Observer]] | None = None,
     ) -> None:
         self._successors = successors
         self._supply = supply
@@ -113,8 +113,9 @@ class Loop:
         self.complete()
         self.check_able()
         if self._successors is not None and self._engine.run_state.leads:
-            successors, self._successors = self._successors, None
-            self._observers += tuple(successors())
+            more = next(self._successors, None)
+            self._observers += tuple(more or ())
+            self._successors = None if more is None else self._successors
         if self._completing:
             raise UsageError("a step was asked for in the middle of another; ask after that step, not in a callback")
         self._data.check(contents=False)

@@ -331,12 +331,14 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
         with framework.environment:
             content = _sent(framework.capture(copy=False), run_state, run_state.callbacks)
         world.send(content, [rank for rank in range(world.size) if rank != world.keeper])
+        world.share()
         return run_state
     captured, history = unpacked(world.receive(world.keeper))
     with framework.environment:
         framework.adopt(captured)
     run_state = RunState(leads=False)
     _take(run_state, captured, history)
+    world.share()
     return run_state
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import pathlib
 import select
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+from phalanx.checkpoint.directory import MARK, first, is_marked
 from phalanx.engines.hosts import beacon
 from phalanx.errors import PeersLostError
 from phalanx.plan.membership import Addressed, Agreement, Message, quorum
@@ -74,6 +76,8 @@ class Members:
         Whether a process that wants to join is news.
     refused : bool
         Whether the members of the run that is under way do another one.
+    folder : path or None
+        Of the run, where all members see it: of two halves, the first that claims to go on there does.
     """
 
     def __init__(self, me: int, address: str, port: int, world: str, lost_after: float) -> None:
@@ -86,6 +90,8 @@ class Members:
         self.joining: dict[int, dict[str, Any]] = {}
         self.under_way: dict[str, Any] | None = None
         self.facts, self.refused, self.open = "", False, False
+        self.folder: pathlib.Path | None = None
+        self._half: str | None = None  # the half that may go on, as the folder says
         self._lost: dict[int, str] = {}
         self._ended: set[int] = set()  # those of them that will not come back
         self._waiting: list[tuple[int, Message]] = []
@@ -108,7 +114,7 @@ class Members:
         self.run, self.number, self.ranks = run, number, sorted(places)
         self.places |= places
         self.alive = [rank for rank in self.ranks if rank != self.me]
-        self.joining, self._lost, self._ended, self._waiting = {}, {}, set(), []
+        self.joining, self._lost, self._ended, self._waiting, self._half = {}, {}, set(), [], None
         facts = {"run": run, "number": number, "members": self.ranks}
         self._tell({"peers": self.places, "members": self.ranks, "run": facts})
 
@@ -149,6 +155,20 @@ class Members:
         """The first member that left in a way that ends the run everywhere, and how."""
         return next(((rank, each) for rank, each in sorted(self.left.items()) if each.way in (FAILED, CLOSED)), None)
 
+    def able(self, some: Collection[int], *, claim: bool = False) -> bool:
+        """Whether some members may go on without the others. ``claim``: say so in the folder, if they are a half."""
+        if self.folder is None or 2 * len(set(some) & set(self.ranks)) != len(self.ranks):
+            return quorum(self.ranks, some)
+        half = " ".join(map(str, sorted(set(some) & set(self.ranks))))
+        if claim and self._half is None:
+            self._half = first(self.folder / f"{MARK}{self.run}-{self.number}", half)
+        return self._half == half
+
+    def _hopeful(self, some: Collection[int]) -> bool:
+        """Whether some members may go on, or a half that nobody has claimed yet."""
+        claimed = self.folder is None or self._half is not None
+        return self.able(some) or (not claimed and 2 * len(set(some) & set(self.ranks)) == len(self.ranks))
+
     def agree(self, told: Message, propose: Callable[[dict[int, Message]], Any], patience: float) -> Any:
         """Agree on the next incarnation.
 
@@ -166,19 +186,22 @@ class Members:
         PeersLostError
             So many members are lost that those who are left may not go on.
         """
-        agreement = Agreement(self.me, self.ranks, propose)
+        agreement = Agreement(self.me, self.ranks, propose, self.able)
         began = since = time.monotonic()
-        while agreement.chosen is None and self.final is None:
+        while agreement.chosen is None:
             interrupts.check()
             self.news()
+            if self.final is not None:
+                break
             now = time.monotonic()
             late = self.alive if now - began < patience else [rank for rank in self.alive if rank in agreement.stopped]
-            since = now if quorum(self.ranks, [self.me, *late]) else since
+            since = now if self._hopeful([self.me, *late]) else since
             over = now - since > self.seconds or now - began > 2 * patience + self.seconds
-            if over or not quorum(self.ranks, set(self.ranks) - self._ended):
+            if over or not self._hopeful(set(self.ranks) - self._ended):
                 lost = "; ".join(map(self.spelled, self._lost)) or "members do not answer"
+                half = "with the lowest" if self.folder is None else f"that is first in {str(self.folder)!r}"
                 raise PeersLostError(
-                    f"{lost}. Of {len(self.ranks)} members only a majority goes on, or the half with the lowest"
+                    f"{lost}. Of {len(self.ranks)} members only a majority goes on, or the half {half}"
                 )
             self._send(agreement.tick(late, {**told, "hears": self.alive}))
             self._hear(TICK_SECONDS)
@@ -218,7 +241,8 @@ class Members:
         self.look_for(self.places)
         while time.monotonic() < end and not self.refused:
             interrupts.check()
-            self.say([*self.places], {"kind": "join", "facts": self.facts, "host": host})
+            sees = self.folder is not None and is_marked(self.folder, self.run)
+            self.say([*self.places], {"kind": "join", "facts": self.facts, "host": host, "sees": sees})
             self._hear(beacon.JOIN_SECONDS)
             if self.under_way["number"] != beat["number"] or self.under_way["from"] not in self.ranks:
                 return self.join(host)
@@ -292,7 +316,7 @@ class Members:
             self.say([sender], {"kind": "chosen", "value": chosen, "number": self.number})
         else:
             self.left.pop(sender, None)
-            self.joining[sender] = {"place": place, "host": message["host"]}
+            self.joining[sender] = {"place": place, "host": message["host"], "sees": message["sees"]}
 
 
 def _listening(address: str, port: int) -> socket.socket:

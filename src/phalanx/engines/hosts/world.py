@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx.checkpoint.directory import is_marked, mark, newest_step
 from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
@@ -30,7 +31,7 @@ from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, own_address, towards
 from phalanx.engines.hosts.members import CLOSED, FAILED, Farewell, Members
 from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, served, surroundings
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
-from phalanx.plan.membership import mutual, quorum
+from phalanx.plan.membership import mutual
 from phalanx.surroundings import interrupts
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class World:
         self.members = Members(self.rank, own_address(address), port + self.rank, world, lost_after)
         self.joins, self.keeper = False, 0
         self._gloo: Gloo | None = None
+        self._run_dir: pathlib.Path | None = None
         self._own: Any = None  # one store for all incarnations that this process proposes
         self._names = dict[int, str]()
         try:
@@ -127,14 +129,25 @@ class World:
         self.members.begin(self.run, 0, {rank: item["place"] for rank, item in enumerate(everybody)})
         return min(_room(item, everybody) for item in everybody)
 
-    def elect(self, newest: int) -> bool:
-        """Agree on the keeper: the first process whose snapshot is the newest; -1: it has none. Is it this one?"""
+    def elect(self, run_dir: pathlib.Path | None) -> bool:
+        """Agree on the keeper, the first process whose directory has the newest snapshot; returns whether it is me."""
+        self._run_dir = run_dir
         if self.joins:
+            self.members.folder = run_dir
             return False
-        self._store.set(f"newest/{self.rank}", str(newest))
+        self._store.set(f"newest/{self.rank}", str(-1 if run_dir is None else newest_step(run_dir)))
         steps = [int(self._get(f"newest/{rank}", rank)) for rank in range(self.size)]
         self.keeper = steps.index(max(steps))
         return self.rank == self.keeper
+
+    def share(self) -> None:
+        """See whether all members see the keeper's directory."""
+        if self.rank == self.keeper and self._run_dir is not None:
+            mark(self._run_dir, self.members.run)
+        self.odd_one(b"marked")
+        sees = self._run_dir is not None and is_marked(self._run_dir, self.members.run)
+        if self.odd_one(bytes([sees])) is None and sees:
+            self.members.folder = self._run_dir
 
     def agree_anew(self, told: dict[str, Any], least: int) -> dict[str, Any]:
         """Agree with the members that are left on the next incarnation.
@@ -171,6 +184,7 @@ class World:
         self.members.begin(chosen["run"], chosen["number"], places)
         self._hosts = {int(rank): host for rank, host in chosen["hosts"].items()}
         self.keeper = chosen["keeper"]
+        self.members.folder = self._run_dir if chosen["shared"] else None
         self.run, self._tcp = chosen["run"] + chosen["number"], tuple(chosen["store"])
         self.rank, self.size = self.members.ranks.index(self.members.me), len(places)
         limit = datetime.timedelta(seconds=CONNECT_SECONDS)
@@ -225,7 +239,7 @@ class World:
         members = self.members
         hears = {rank: set(facts["hears"]) & stopped.keys() for rank, facts in stopped.items()}
         group = mutual(hears, members.me)
-        if not quorum(members.ranks, group):
+        if not members.able(group, claim=True):
             return None
         steps = {rank: stopped[rank]["step"] for rank in group if stopped[rank]["step"] is not None}
         source = min(steps, key=lambda rank: (-steps[rank], rank), default=-1)
@@ -244,6 +258,7 @@ class World:
             "joined": sorted(joining), "lost": sorted(set(members.ranks) - set(group)), "source": source,
             "behind": [rank for rank in everybody if steps.get(rank) != steps.get(source)],
             "keeper": self.keeper if self.keeper in group else min(group), "each": stopped[members.me]["each"],
+            "shared": members.folder is not None and all(facts["sees"] for facts in joining.values()),
             "leader": everybody.index(members.me), "store": [members.place[0], self._own.port],
         }  # fmt: skip
         return json.loads(json.dumps(proposed))  # as others get it
