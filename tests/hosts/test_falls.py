@@ -336,7 +336,7 @@ def test_the_last_one_goes_on(tmp_path):
 
 @pytest.mark.long
 def test_of_two_halves_one_goes_on(three, tmp_path):
-    """Two hosts that see one run_dir, and not each other: one goes on to the digest and saves, one ends and says why."""
+    """Two hosts that see one run_dir, not each other: one goes on to the digest and saves, one ends and says why."""
     hosts = three(pause=0.1, run_dir=str(tmp_path / "run"), snapshot_every=10)
     hosts.at(10)
     strike(hosts.processes[2], signal.SIGKILL)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,6 +76,7 @@ class Loop:
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._heard = 0  # incidents that the observers have heard of
+        self._told = 0  # those that another process has told, which reported then
         self._ended = ""  # why no step can follow
         self._completing = False
         self._due: Again | None = None  # the task that is under way, of those that complete a step
@@ -116,6 +118,8 @@ class Loop:
             more = next(self._successors, None)
             self._observers += tuple(more or ())
             self._successors = None if more is None else self._successors
+            for observer, incident in itertools.product(more or (), self._engine.run_state.incidents[self._told :]):
+                observer.happened(incident)
         if self._completing:
             raise UsageError("a step was asked for in the middle of another; ask after that step, not in a callback")
         self._data.check(contents=False)
@@ -354,6 +358,7 @@ class Loop:
             for observer in self._observers:
                 observer.happened(incident)
         self._heard = len(incidents)
+        self._told = self._told if self._engine.run_state.leads else self._heard
 
 
 def merged(reports: Sequence[StepReport], definition: Definition) -> StepReport:
