@@ -1,12 +1,8 @@
-"""Hosts on one machine: network namespaces with an interface each, joined by a bridge in one more; all made here.
-
-Needs iproute2 and the right to make namespaces.
-"""
+"""Hosts on one machine as ``phalanx.proof.network`` makes them, and processes on them."""
 
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,61 +10,20 @@ import tempfile
 import threading
 import time
 
+from phalanx.proof import network
+from phalanx.proof.network import why_not
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SECONDS = 300
 NUMBERS = itertools.count()
 
 
-def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-def why_not():
-    """Why no namespaces can be made here; "" if they can."""
-    if sys.platform != "linux" or shutil.which("ip") is None:
-        return "needs Linux and iproute2"
-    probe = f"px{os.getpid()}p"
-    done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-    if done.returncode:
-        return f"namespaces may not be made here: {done.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", probe], check=True)
-    return ""
-
-
-class Network:
-    """So many hosts, each with the interface ``eth0`` at 10.77.0.(number + 1)."""
+class Network(network.Network):
+    """Hosts, links that can be slowed down, and processes, which end with the ``with`` block."""
 
     def __init__(self, count):
-        self.prefix = f"px{os.getpid()}n{next(NUMBERS)}"
-        self.hosts = [f"{self.prefix}h{number}" for number in range(count)]
-        self.bridge = f"{self.prefix}b"
+        super().__init__(count)
         self.processes = []
-
-    def __enter__(self):
-        try:
-            self._make()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _make(self):
-        ip("netns", "add", self.bridge)
-        ip("-n", self.bridge, "link", "add", "br0", "type", "bridge")
-        ip("-n", self.bridge, "link", "set", "br0", "up")
-        for number, host in enumerate(self.hosts):
-            ip("netns", "add", host)
-            ip("-n", host, "link", "add", "eth0", "type", "veth", "peer", f"p{number}", "netns", self.bridge)
-            ip("-n", self.bridge, "link", "set", f"p{number}", "master", "br0", "up")
-            ip("-n", host, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
-            ip("-n", host, "link", "set", "eth0", "up")
-            ip("-n", host, "link", "set", "lo", "up")
-
-        for host in self.hosts:  # else each name that torch looks up takes five seconds
-            os.makedirs(f"/etc/netns/{host}", exist_ok=True)
-            with open(f"/etc/netns/{host}/hosts", "w") as file:
-                file.write("127.0.0.1 localhost\n")
-                file.writelines(f"10.77.0.{number + 1} host{number}\n" for number in range(len(self.hosts)))
 
     def __exit__(self, *_):
         for process in self.processes:
@@ -78,9 +33,7 @@ class Network:
             process.wait()
             if process.file is not None:
                 process.file.close()
-        for name in [*self.hosts, self.bridge]:
-            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        super().__exit__()
 
     def shape(self, megabits, milliseconds):
         """Slow the links down: so many Mbit/s in each direction, so long a way from host to host.
@@ -101,18 +54,10 @@ class Network:
                 return told
         raise RuntimeError("tc can neither delay nor limit here")
 
-    def cut(self, number):
-        """Take a host's link down."""
-        ip("-n", self.bridge, "link", "set", f"p{number}", "down")
-
-    def cut_one_way(self, number, other):
-        """Have a host send nothing to another one, which still sends to it."""
-        ip("-n", self.hosts[number], "route", "add", "blackhole", f"10.77.0.{other + 1}/32")
-
     def sent(self, number):
         """Bytes that a host has sent so far."""
         path = "/sys/class/net/eth0/statistics/tx_bytes"
-        command = ["ip", "netns", "exec", self.hosts[number], "cat", path]
+        command = [*self.inside(number), "cat", path]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     def start(self, number, *command, streams=None, **environment):
@@ -120,7 +65,7 @@ class Network:
         told = {"OMP_NUM_THREADS": "1", "NPROC": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", **environment}
         file = tempfile.TemporaryFile("w+") if streams is None else None  # noqa: SIM115  read when it has ended
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.hosts[number], *command], env={**os.environ, **told}, start_new_session=True,
+            [*self.inside(number), *command], env={**os.environ, **told}, start_new_session=True,
             cwd=ROOT, **(streams or {"stdout": file, "stderr": subprocess.STDOUT}),
         )  # fmt: skip
         process.file = file

@@ -15,6 +15,7 @@ import math
 import pathlib
 import sys
 import traceback
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
@@ -165,15 +166,23 @@ def chaos(
     kills: Annotated[int, typer.Option("--kills", min=1, help="How many workers to kill.")] = 50,
     seed: Annotated[int, typer.Option("--seed", help="When and whom; give the same to see the same.")] = 0,
     workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers there are.")] = 3,
+    hosts: Annotated[int, typer.Option("--hosts", help="Strike so many hosts on this machine, and links.")] = 1,
     json_: Json = False,
 ) -> None:
     """Kill workers at random while a recipe trains, and see whether the digest is what it would have been.
+
+    With --hosts, whole hosts fall, freeze, leave, lose their links or room on their disks, and come back; so many times
+    as --kills says. They are network namespaces where those can be made, else processes.
 
     Exit code 1 if a digest differs or anything is left behind.
     """
     recipe, *_ = load_recipe(file, arguments or ())
     if workers > recipe.replicas:
         raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
+    if hosts > 1:
+        given = {"file": file, "arguments": arguments or (), "workers": workers}
+        _fallen(recipe, given, kills, seed, hosts, json_=json_)
+        return
     if not json_:
         typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
     trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_spelled(one)))
@@ -189,6 +198,27 @@ def chaos(
     printed = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
     show(facts, printed.items(), json_=json_)
     if facts["wrong"] or facts["problems"]:
+        raise typer.Exit(EXIT_RUN)
+
+
+def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts: int, *, json_: bool) -> None:
+    """Strike hosts, and print what came of it."""
+    from phalanx.proof import falls
+
+    if hosts > min(given["workers"], recipe.replicas):
+        raise UsageError(f"--hosts is {hosts}, but --workers is {given['workers']}; each host has at least one")
+    if not json_:
+        typer.echo(f"phalanx: {faults} faults of {hosts} hosts, seed {seed}. {falls.without_links()}".rstrip())
+    runs = falls.campaign(recipe, given, faults, seed, hosts, lambda line: None if json_ else typer.echo(line))
+    struck = Counter(fault.what for run in runs for fault in run.faults)
+    facts: dict[str, Any] = {
+        "faults": dict(struck), "joined": sum(run.joined for run in runs), "runs": len(runs),
+        "wrong": sum(not run.right for run in runs), "problems": [run.problem for run in runs if run.problem],
+        "seed": seed,
+    }  # fmt: skip
+    rows = [*struck.items(), *((name, facts[name]) for name in ("joined", "runs", "wrong", "seed"))]
+    show(facts, [*rows, ("problems", "; ".join(facts["problems"]) or "none")], json_=json_)
+    if facts["wrong"] or facts["problems"] or not struck:
         raise typer.Exit(EXIT_RUN)
 
 
