@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.cli.common import load_recipe
 from phalanx.definition.plain import hashed
 from phalanx.errors import PhalanxError
-from phalanx.proof.falls import ENOUGH, HOLD
+from phalanx.proof.falls import ENOUGH, HOLD, SNAPSHOT_EVERY
 
 PACE, HELD = 0.05, 0.5  # seconds that a step takes at least; and while a host is down, so that the run does not end
 
@@ -57,7 +57,8 @@ def main() -> None:
     try:
         result = recipe.train(
             engine="distributed", evaluation=evaluation, callbacks=[Told(folder)], progress=False,
-            run_dir=folder / "run", snapshot_every=5, lost_after=given["lost_after"], workers=given["workers"],
+            run_dir=folder / "run", snapshot_every=SNAPSHOT_EVERY, lost_after=given["lost_after"],
+            workers=given["workers"],
         )  # fmt: skip
     except PhalanxError as error:
         tell(error=type(error).__name__, why=str(error))

@@ -37,7 +37,8 @@ MARK = "PHALANX_CAMPAIGN"
 HOLD, ENOUGH = "hold", "enough"  # files that a member looks for: go slowly, as a host is down; nothing more comes
 FULL, WORKER, LEAVES = "disk is full", "worker killed", "told to leave"
 ON_HOSTS = ("killed", "process killed", "stopped", "process stopped", WORKER, LEAVES, FULL)
-ON_LINKS = ("cut off", "cut one way")
+ON_LINKS = CUT, ONE_WAY = "cut off", "cut one way"
+SNAPSHOT_EVERY = 5
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Host:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with contextlib.suppress(ValueError):  # its last line was cut
+        with self.process.stdout, contextlib.suppress(ValueError):  # its last line was cut
             self.told.extend(map(json.loads, self.process.stdout))
 
     @property
@@ -111,10 +112,6 @@ class Host:
     def workers(self) -> list[int]:
         """The processes of its workers."""
         return next((line["workers"] for line in reversed(list(self.told)) if "workers" in line), [])
-
-    def heard(self, kind: str, who: int | None = None) -> int:
-        """How often it told of such an incident."""
-        return sum(line.get("kind") == kind and who in (None, line["who"]) for line in list(self.told))
 
     def end(self) -> dict[str, Any]:
         """How it ended, once it has."""
@@ -148,6 +145,11 @@ class Hosts:
         """The newest that anybody told of."""
         return max(host.step for host in self.all)
 
+    def heard(self) -> set[tuple[str, int, int]]:
+        """All incidents that anybody told of: kind, who, and at which step."""
+        lines = [line for host in self.all for line in list(host.told) if "kind" in line]
+        return {(line["kind"], line["who"], line["at"]) for line in lines}
+
     def pids(self, number: int | str = "") -> list[int]:
         """All processes of a host, or of all hosts."""
         found, mark = [], f"{MARK}={self._mark}-{number}{'-' if number != '' else ''}".encode()
@@ -173,21 +175,12 @@ class Hosts:
             whom = self.pids(host) if what == "stopped" else [process]
             self.signal(whom, signal.SIGSTOP)
             return lambda: self.signal(whom, signal.SIGCONT)
-        if what == FULL:
-            return self._fill()
         assert network is not None, "links are cut in namespaces only"
-        if what == "cut off":
+        if what == CUT:
             network.cut(host)
             return lambda: network.cut(host, heal=True)
         network.cut_one_way(host, other)
         return lambda: network.cut_one_way(host, other, heal=True)
-
-    def _fill(self) -> Callable[[], object]:
-        """Have every write to a file fail, as on a full disk, in the processes that save."""
-        old = {host.process.pid: resource.prlimit(host.process.pid, resource.RLIMIT_FSIZE) for host in self.all}
-        for pid, (_, most) in old.items():
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
-        return lambda: [resource.prlimit(pid, resource.RLIMIT_FSIZE, limits) for pid, limits in old.items()]
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for something."""
@@ -237,7 +230,9 @@ def trial(
             while len(done.faults) < most and hosts.step < steps - MARGIN:
                 what = draw.choice(ON_HOSTS if network is None else ON_HOSTS + ON_LINKS)
                 host, other = draw.sample(range(count), 2)
-                _strike(hosts, done, folder, draw.randrange(1, 8), what, host, other)
+                begin = hosts.step + draw.randrange(1, 8)
+                hosts.until(lambda begin=begin: hosts.step >= begin, f"step {begin}")
+                _fill(hosts, done, folder) if what == FULL else _strike(hosts, done, folder, what, host, other)
                 struck = done.faults[-1]
                 show(f"seed {seed}, step {struck.step}: host {struck.host} {struck.what}, {struck.seconds:.1f} s")
             (folder / ENOUGH).touch()
@@ -254,39 +249,40 @@ def trial(
     return done
 
 
-def _strike(hosts: Hosts, done: Campaign, folder: pathlib.Path, later: int, what: str, host: int, other: int) -> None:
+def _strike(hosts: Hosts, done: Campaign, folder: pathlib.Path, what: str, host: int, other: int) -> None:
     """Strike once, see that others go on, and have who fell come back."""
-    begin = hosts.step + later
-    hosts.until(lambda: hosts.step >= begin, f"step {begin}")
-    others = [each for number, each in enumerate(hosts.all) if number != host and what != FULL]
-    kind, who = ("again", None) if what == WORKER else ("lost", max(host, other) if what == ON_LINKS[1] else host)
-    before = sum(each.heard(kind, who) for each in others)
-    hold, began, step = folder / HOLD, time.monotonic(), hosts.step
+    hold, began, step, before = folder / HOLD, time.monotonic(), hosts.step, hosts.heard()
     hold.touch()
     undone = hosts.strike(what, host, other)
-    if what == FULL:
-        hold.unlink()
-        saved = newest_step(folder / "run")
-        hosts.until(lambda: hosts.step > step + 12, "going on without snapshots")
-        if newest_step(folder / "run") > saved + 5:  # one may have been under way
-            raise RunError(f"{what}: snapshots were written all the same")
-        undone()
-        hosts.until(lambda: newest_step(folder / "run") > step + 12, "a snapshot once there is room")
-        done.faults.append(Fault(what, host, step, time.monotonic() - began))
-        return
-    hosts.until(lambda: sum(each.heard(kind, who) for each in others) > before, f"{what} at host {host}: noticed")
+    kind, whom = ("again", {-1}) if what == WORKER else ("lost", {host, other} if what == ONE_WAY else {host})
+    hosts.until(lambda: any(new[0] == kind and new[1] in whom for new in hosts.heard() - before), f"{what}, noticed")
+    who = next(new[1] for new in hosts.heard() - before if new[0] == kind and new[1] in whom)
     noticed = hosts.step
     hosts.until(lambda: hosts.step > noticed, f"{what} at host {host}: a step after it")
     done.faults.append(Fault(what, host, step, time.monotonic() - began))
     undone()
-    if who is not None:
-        fallen = hosts.all[who]
-        fallen.end()
-        joined = sum(each.heard("joined", who) for each in hosts.all)
+    if what != WORKER:
+        hosts.all[who].end()
+        before = hosts.heard()
         hosts.all[who] = hosts.begin(who)
-        hosts.until(lambda: sum(each.heard("joined", who) for each in hosts.all) > joined, f"host {who} joins again")
+        hosts.until(lambda: ("joined", who) in {new[:2] for new in hosts.heard() - before}, f"host {who} joins again")
         done.joined += 1
     hold.unlink()
+
+
+def _fill(hosts: Hosts, done: Campaign, folder: pathlib.Path) -> None:
+    """Have every write to a file fail, as on a full disk; see that the run goes on, and saves once there is room."""
+    began, step, saved = time.monotonic(), hosts.step, newest_step(folder / "run")
+    limits = {host.process.pid: resource.prlimit(host.process.pid, resource.RLIMIT_FSIZE) for host in hosts.all}
+    for pid, (_, most) in limits.items():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
+    hosts.until(lambda: hosts.step > step + 2 * SNAPSHOT_EVERY, "going on without snapshots")
+    if newest_step(folder / "run") > saved + SNAPSHOT_EVERY:  # one may have been under way
+        raise RunError(f"{FULL}: snapshots were written all the same")
+    for pid, limit in limits.items():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+    hosts.until(lambda: newest_step(folder / "run") > step + 2 * SNAPSHOT_EVERY, "a snapshot once there is room")
+    done.faults.append(Fault(FULL, 0, step, time.monotonic() - began))
 
 
 def campaign(
