@@ -218,7 +218,7 @@ def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts
     }  # fmt: skip
     rows = [*struck.items(), *((name, facts[name]) for name in ("joined", "runs", "wrong", "seed"))]
     show(facts, [*rows, ("problems", "; ".join(facts["problems"]) or "none")], json_=json_)
-    if facts["wrong"] or facts["problems"] or not struck:
+    if facts["wrong"] or facts["problems"]:
         raise typer.Exit(EXIT_RUN)
 
 

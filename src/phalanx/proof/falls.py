@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from phalanx.checkpoint.directory import newest_step
 from phalanx.definition.plain import hashed
@@ -41,8 +41,7 @@ ON_LINKS = CUT, ONE_WAY = "cut off", "cut one way"
 SNAPSHOT_EVERY = 5
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One fault of a run over hosts.
 
     Attributes
@@ -67,7 +66,6 @@ class Campaign:
 
     Attributes
     ----------
-    seed, hosts, steps : int
     faults : list of Fault
         Those that others noticed, after which the run went on.
     joined : int
@@ -77,9 +75,6 @@ class Campaign:
     problem : str
     """
 
-    seed: int
-    hosts: int
-    steps: int
     faults: list[Fault] = field(default_factory=list[Fault])
     joined: int = 0
     right: bool = False
@@ -220,7 +215,7 @@ def trial(
     show : callable
         Gets a line for each fault.
     """
-    done, draw = Campaign(seed, count, steps), random.Random(seed)
+    done, draw = Campaign(), random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="phalanx-") as name, contextlib.ExitStack() as undo:
         network = None if why_not() else undo.enter_context(Network(count))
         folder = pathlib.Path(name)
@@ -294,7 +289,9 @@ def campaign(
     done: list[Campaign] = []
     while (remaining := faults - sum(len(one.faults) for one in done)) > 0:
         done.append(trial(given, wanted, quiet.steps, seed + len(done), count, remaining, show))
-        if done[-1].problem or not done[-1].faults:
+        if not done[-1].faults and not done[-1].problem:
+            done[-1].problem = f"nothing struck: the recipe has {quiet.steps} steps; give it some {4 * MARGIN}"
+        if done[-1].problem:
             break
     return done
 
