@@ -202,6 +202,17 @@ def test_a_worker_falls(three, victim):
 
 
 @pytest.mark.long
+def test_a_worker_falls_in_an_evaluation(three):
+    """A worker is killed while all evaluate: other workers evaluate again, and nothing is told twice."""
+    hosts = three(slow=True)
+    hosts.at(18)
+    time.sleep(1)  # into the evaluation that follows the next step
+    os.kill(hosts.workers(1)[0], signal.SIGKILL)
+    found = hosts.ended(0, 1, 2)
+    assert all(kinds(facts) == ["again"] for facts in found.values()), found
+
+
+@pytest.mark.long
 def test_one_after_another(three):
     """Two of three fall one after another; the lowest goes on alone."""
     hosts = three()
