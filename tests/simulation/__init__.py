@@ -1,0 +1,1 @@
+"""Simulated processes, time, network and memory: every interleaving replays by its seed."""
