@@ -9,6 +9,7 @@ the faults, by the number of the action where each comes. The same script leads 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import random
 import threading
 from collections.abc import Callable, Iterable
@@ -75,6 +76,7 @@ class Schedule:
         self._current: Actor | None = None
         self._dead: set[Any] = set()
         self._frozen: set[Any] = set()
+        self._moments: list[float] = []
         self._home = threading.Semaphore(0)
         self._error: BaseException | None = None
         self._last = 0
@@ -116,9 +118,19 @@ class Schedule:
         self.check()  # it may have struck this one
         if self._pass_on(actor):
             actor.turn.acquire()
-        self._current = actor
+        self._current, actor.ready = actor, None  # what it holds ends with it
         self.check()
         return bool(ready is not None and ready())
+
+    def act(self) -> None:
+        """By an actor: do something that others may see. It may be struck before, but keeps its turn."""
+        self.check()
+        self._befall()
+        self.check()
+
+    def expect(self, moment: float) -> None:
+        """Something happens by itself at this moment, so somebody may be ready then."""
+        heapq.heappush(self._moments, moment)
 
     def check(self) -> None:
         """Raise in an actor whose process is dead."""
@@ -228,7 +240,9 @@ class Schedule:
                 return sorted(able, key=lambda each: (self._actors.index(each) <= turn, self._actors.index(each)))
             if not here:
                 return []
-            times = [each.until for each in moving if each.until is not None]
+            while self._moments and self._moments[0] <= self.now:
+                heapq.heappop(self._moments)
+            times = [each.until for each in moving if each.until is not None] + self._moments[:1]
             if not times:
                 raise Stuck(f"nobody can go on: {', '.join(f'{each.process} {each.name}' for each in here)}")
             self.now = max(self.now, min(times))

@@ -1,0 +1,433 @@
+"""Simulated runs over several hosts: the real agreement, joining, state transfer and incarnations, all from one seed.
+
+Real are ``Agreement``, ``Beacon``, ``Members``, ``World``, ``Gloo``, ``Distributed`` and ``Loop``. Below them is a
+simulated net, and in place of training a machine of integers. Its next state needs a number of every replica, so it
+shows at once who went on with what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from types import SimpleNamespace
+from unittest import mock
+
+from phalanx.engines.hosts import beacon, driver, gloo, members, stores, world
+from phalanx.errors import LostError, PeersLostError, PhalanxError, RunError, SeveredError
+from phalanx.plan import Rounds
+from phalanx.plan.membership import quorum
+from phalanx.run.loop import Loop
+from phalanx.seams import Observer
+from phalanx.seams.records import Captured, RunState, StepReport, Tensor
+from tests.simulation import schedule
+from tests.simulation.net import Group, Net, PrefixStore, Process, Store, address_of
+
+PORT, REPLICAS, PRIME = 29500, 8, 2_147_483_647
+COMPUTE = 0.3  # seconds of a step
+WAKE = 0.1  # between two looks of a caller at news
+SECONDS, LOST_AFTER = 4.0, 1.0  # as ``World`` takes them
+THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
+LONGEST = 120.0  # seconds until everybody has ended
+CALM = 3.0  # seconds without trouble after which nobody may be lost
+# Waits are longer here, so that there are fewer actions to strike at.
+COARSE = [
+    (beacon, "BEATS", 4), (beacon, "FAREWELLS", 2), (beacon, "FAREWELL_SECONDS", 0.1), (members, "TICK_SECONDS", 0.2),
+    (world, "BRIEF_SECONDS", 0.2), (world, "CONNECT_SECONDS", 3.0), (world, "POLL_SECONDS", 0.2),
+    (stores, "POLL_SECONDS", 0.2), (stores, "ANSWER_SECONDS", 1.0), (driver, "WAKING_SECONDS", 0.2),
+]  # fmt: skip
+MENDS = {"start": "kill crash mute", "thaw": "freeze stop", "heal": "cut deaf slow"}
+
+
+def part(state, step, replica):
+    """What a replica computes in a step."""
+    return (state * (2 * replica + 3) + 7 * step + replica + 1) % PRIME
+
+
+def after(state, step, parts):
+    """The next state."""
+    return (state + sum((at + 1) * value for at, value in enumerate(parts)) + step) % PRIME
+
+
+def sequence(steps):
+    """The states of an undisturbed run, from the first to the last."""
+    states = [1]
+    for step in range(steps):
+        states.append(after(states[-1], step, [part(states[-1], step, replica) for replica in range(REPLICAS)]))
+    return states
+
+
+class Framework:
+    """The caller's model is one integer."""
+
+    environment, sharing, name = contextlib.nullcontext(), SimpleNamespace(devices=()), "integers"
+
+    def __init__(self):
+        self.state = 1
+
+    def capture(self, copy):
+        return Captured({"state": Tensor("int64", (1,), self.state.to_bytes(8, "little"))}, {}, {})
+
+    def adopt(self, captured):
+        self.state = int.from_bytes(bytes(captured.weights["state"].content), "little")
+
+
+class Machine:
+    """Stands for ``Processes``: a worker of this process computes steps, and exchanges numbers with the others'."""
+
+    environment = reading = contextlib.nullcontext()
+    simulation: Simulation = None
+
+    def __init__(self, definition, framework, placement, run_state, deadline, rendezvous, readers, alarm):
+        self.run_state, self.workers, self.ended, self.closed, self.lost = run_state, 1, "", False, False
+        self._framework, self._rendezvous, self._alarm = framework, rendezvous, alarm
+        self._state, self._done, self._horizon, self._tearing, self._trouble = framework.state, self._steps, 0, False, ""
+        self._losses, self._schedule = {}, self.simulation.schedule
+        self._worker = self.simulation.worker(self._work)
+        try:
+            self._check_alarm()
+        except BaseException:
+            self._schedule.kill(self._worker)
+            raise
+
+    @property
+    def _steps(self):
+        return len(self.run_state.loss_history)
+
+    def _work(self):
+        place = self._rendezvous
+        try:
+            store = PrefixStore(f"workers/{place.run}", Store(*place.address, timeout=gloo.datetime.timedelta(seconds=3)))
+            hosts = gloo.Gloo(store, place.rank, len(place.blocks), SECONDS, "")
+            while True:
+                self._schedule.wait(lambda: self._horizon > self._done)
+                self._schedule.wait(seconds=COMPUTE)
+                parts = self._exchanged(hosts)
+                self._tearing = True
+                self._schedule.wait()
+                self._state = after(self._state, self._done, parts)
+                self._losses[self._done] = float(self._state)
+                self._done, self._tearing = self._done + 1, False
+        except (SeveredError, RuntimeError) as error:
+            self._trouble = str(error)
+
+    def _exchanged(self, hosts):
+        """What all replicas computed, in order."""
+        place, rows = self._rendezvous, {}
+        rows[place.rank] = [part(self._state, self._done, replica) for replica in place.blocks[place.rank]]
+        mine = world.torch.tensor(rows[place.rank])
+        others = [rank for rank in range(len(place.blocks)) if rank != place.rank]
+        works = [hosts.begin_send(mine, other) for other in others]
+        for other in others:
+            theirs = world.torch.zeros(len(place.blocks[other]), dtype=world.torch.int64)
+            works.append(hosts.begin_receive(theirs, other))
+            hosts.wait(works[-1:])
+            rows[other] = theirs.tolist()
+        return [value for rank in sorted(rows) for value in rows[rank]]
+
+    def advance(self, batch, horizon):
+        self.check_able()
+        step, self._horizon = self._steps, max(self._horizon, horizon)
+        try:
+            while self._done == step:
+                self._schedule.wait(lambda: self._done > step or self._idle(), WAKE)
+                if self._done == step:
+                    self._check_alarm()
+                    if self._idle():
+                        raise SeveredError(self._trouble or "a worker was killed", step=step)
+        except RunError as error:
+            self.ended = str(error)
+            raise
+        return self._absorbed()
+
+    def pause(self):
+        self._horizon = 0
+        self._schedule.wait(self._idle, WAKE)
+        return self._done == self._steps
+
+    def break_off(self):
+        """End the worker, but not in its update."""
+        if self.closed:
+            return
+        self.ended = ""
+        self._schedule.wait(lambda: not self._tearing or self._idle())
+        self._schedule.kill(self._worker)
+        self.lost, self.closed = self._tearing, True
+        if not self.lost:
+            self._framework.state = self._state
+        while self._done > self._steps:
+            self.run_state.unseen.append(self._absorbed())
+
+    def close(self):
+        ended = self.ended
+        self.break_off()
+        self.ended = ended
+
+    def check_able(self):
+        if self.ended:
+            raise RunError(f"this run cannot go on: {self.ended}; start another")
+
+    def _idle(self):
+        return bool(self._trouble) or not self._schedule.lives(self._worker)
+
+    def _check_alarm(self):
+        if why := self._alarm():
+            raise SeveredError(why, step=self._steps)
+
+    def _absorbed(self):
+        step, loss = self._steps, self._losses[self._steps]
+        self.run_state.add(loss, REPLICAS)
+        return StepReport(step, None, loss, 0.0, 0.0, REPLICAS, COMPUTE)
+
+
+class Simulation(Observer):
+    """A run over hosts, and all that befalls it.
+
+    Parameters
+    ----------
+    size, steps : int
+    script, seed
+        As ``Schedule`` takes them.
+    faults : int
+        How many are drawn at most.
+    """
+
+    def __init__(self, size, steps, script, seed=None, faults=3):
+        self.size, self.steps, self.faults = size, steps, faults
+        self.schedule = schedule.Schedule(script, self.strike, seed, self.draw)
+        self.net, self.states = Net(self.schedule), sequence(steps)
+        self.lives = [-1] * size
+        self.runs, self.told, self.ends = {}, {}, {}  # by process: what it has, the steps it was told, how it ended
+        self.leaving = set()
+        self.troubles = {}  # what befell a host, or a link, last, and when
+        self.definition = SimpleNamespace(
+            replicas=REPLICAS, total=steps, updates=steps, epochs=None, phases=None, rounds=Rounds(), stream=False,
+            source=None, plan=SimpleNamespace(steps=steps), schedule_on=None, batch_size=8,
+        )  # fmt: skip
+
+    def run(self):
+        """Run until all have ended."""
+        with self.simulated():
+            for rank in range(self.size):
+                self.begin(rank)
+            self.schedule.start(Process(-1, 0), "warden", self.ward)
+            self.schedule.run()
+        return self
+
+    def begin(self, rank):
+        """Start the process of a host."""
+        self.lives[rank] += 1
+        process = Process(rank, self.lives[rank])
+        self.schedule.start(process, "main", lambda: self.train(process))
+
+    def worker(self, body):
+        """Start a worker of the process that acts."""
+        caller = self.schedule.process
+        process = Process(caller.rank, next(self.net.count), f"worker of {caller.life}")
+        self.schedule.start(process, "main", body)
+        return process
+
+    def ward(self):
+        """Let go on what is frozen for long."""
+        while any(self.schedule.lives(Process(rank, life)) for rank, life in enumerate(self.lives)):
+            self.schedule.wait(seconds=THAWED)
+            for rank in range(self.size):
+                self.thaw(rank)
+
+    def train(self, process):
+        """What a caller does: as ``Recipe.train``."""
+        try:
+            self.told[process], run = [], SimpleNamespace(world=None, engine=None, framework=Framework())
+            self.runs[process] = run
+            run.world = world.World(SECONDS, LOST_AFTER)
+            with contextlib.ExitStack() as undo:
+                undo.push(run.world.failed)
+                run.engine = driver.open_distributed(self.definition, None, (), (0,), run.world, lambda _: RunState())
+                undo.pop_all()
+            self.steps_of(process, run)
+        except PhalanxError as error:
+            self.ends[process] = (self.schedule.now, error)
+        self.schedule.kill(process)  # its threads end with it
+
+    def steps_of(self, process, run):
+        loop = Loop(self.definition, run.engine, (), (self,))
+        try:
+            while not loop.finished and process not in self.leaving:
+                loop.advance(None, watched=False)
+                if process in self.leaving and run.engine.pause():
+                    run.engine.run_state.leaving = "SIGTERM came"
+        finally:
+            loop.end()
+        self.ends[process] = (self.schedule.now, "done" if loop.finished else "left")
+
+    def step(self, report):
+        """A caller is told of a step."""
+        process = self.schedule.process
+        self.told[process].append((report.step, report.loss, self.runs[process].world.members.number))
+
+    def happened(self, incident):
+        """Nothing is to be done."""
+
+    def surroundings(self):
+        return self.schedule.process.rank, self.size, address_of(0), PORT
+
+    def getpid(self):
+        return self.schedule.process.life + 1000 * self.schedule.process.rank
+
+    def getppid(self):
+        """For a beacon: its parent's number, 1 if that has ended."""
+        parent = self.schedule.process._replace(part="caller")
+        return 100_000 + parent.life if self.schedule.lives(parent) else 1
+
+    @contextlib.contextmanager
+    def simulated(self):
+        """Inside, the code of this package that speaks to others meets the simulated net."""
+        net, rank = self.net, lambda: self.schedule.process.rank
+        torches = SimpleNamespace(PrefixStore=PrefixStore)
+        things = [
+            *COARSE, (Store, "net", net), (Group, "net", net), (Machine, "simulation", self), (gloo, "GROUP", Group),
+            *[(module, "time", net.time) for module in (beacon, members, gloo, stores, world, driver)],
+            *[(module, "select", net.select) for module in (beacon, members)],
+            *[(module, "socket", net.socket) for module in (beacon, members)],
+            *[(module, "c10d", torches) for module in (stores, world)],
+            *[(module, "TCP", Store) for module in (stores, world)],
+            (beacon, "os", SimpleNamespace(getpid=self.getpid, getppid=self.getppid)),
+            (beacon, "stopped", lambda _: self.schedule.frozen(self.schedule.process._replace(part="caller"))),
+            (members, "subprocess", net.subprocess), (members, "presence", SimpleNamespace(own=bool)),
+            (gloo, "LEFT", []), (stores, "secrets", net.secrets), (stores, "_listening", lambda *_: None),
+            (stores, "STORES", Own(self.schedule)), (stores, "rendezvous", lambda *_, timeout: iter(
+                [(Store(address_of(0), PORT, timeout=timeout),)])),
+            (world, "RUNS", Own(self.schedule)), (world, "surroundings", self.surroundings),
+            (world, "own_address", lambda _: address_of(rank())), (world, "towards", lambda _: ""),
+            (world, "_host", lambda: f"host{rank()}"), (world, "threading", net.threading),
+            (driver, "Processes", Machine), (driver, "open_framework", lambda *_, **__: self.runs[self.schedule.process].framework),
+            (driver, "checks", SimpleNamespace(warn=bool)), (driver, "recorded_environment", dict),
+            (driver, "shared", lambda _: ({}, {})), (driver, "WARM", SimpleNamespace(prepare=bool, awake=True)),
+        ]  # fmt: skip
+        before = [(module, name, getattr(module, name)) for module, name, _ in things]
+        gc.disable()  # so that what is collected does not depend on what ran before
+        try:
+            for module, name, thing in things:
+                setattr(module, name, thing)
+            yield
+        finally:
+            for module, name, thing in before:
+                setattr(module, name, thing)
+            gc.enable()
+
+    def strike(self, fault, *what):
+        """Do a fault; returns whether it met anything."""
+        done = getattr(self, fault)(*what)
+        if done:
+            self.troubles[what] = self.troubles[what[::-1]] = self.schedule.now
+        return done
+
+    def draw(self, random, _):
+        """A fault now and then, until there were enough; what was done is often undone."""
+        if random.random() > 0.012 or len(self.schedule.struck) >= self.faults:
+            return None
+        undoing = [(mend, *done[1:]) for _, done in self.schedule.struck for mend, of in MENDS.items() if done[0] in of]
+        if undoing and random.random() < 0.4:
+            return random.choice(undoing)
+        rank = random.randrange(self.size)
+        other = (rank + random.randrange(1, self.size)) % self.size
+        fault = random.choice(("kill", "crash", "mute", "fall", "freeze", "stop", "leave", "cut", "deaf", "slow"))
+        return (fault, rank, other) if fault in ("cut", "deaf", "slow") else (fault, rank)
+
+    def processes(self, rank, *parts):
+        """Processes of a host that live."""
+        living = {actor.process for actor in self.schedule._actors if self.schedule.lives(actor.process)}
+        return sorted(each for each in living if each.rank == rank and each.part.split()[0] in parts)
+
+    def killed(self, rank, *parts):
+        found = self.processes(rank, *parts)
+        for process in found:
+            self.schedule.kill(process)
+        return bool(found)
+
+    def kill(self, rank):
+        """The caller, and its workers with it."""
+        return bool(self.processes(rank, "caller")) and self.killed(rank, "caller", "worker")
+
+    def crash(self, rank):
+        """All processes of a host, so that nobody says that they ended."""
+        return self.killed(rank, "caller", "worker", "beacon")
+
+    def mute(self, rank):
+        """The process beside a caller."""
+        return self.killed(rank, "beacon")
+
+    def fall(self, rank):
+        """A worker."""
+        return self.killed(rank, "worker")
+
+    def frozen(self, frozen, rank, *parts):
+        found = [each for each in self.processes(rank, *parts) if self.schedule.frozen(each) != frozen]
+        for process in found:
+            self.schedule.freeze(process, frozen)
+        return bool(found)
+
+    def freeze(self, rank):
+        """A caller is stopped."""
+        return self.frozen(True, rank, "caller")
+
+    def stop(self, rank):
+        """All processes of a host are stopped."""
+        return self.frozen(True, rank, "caller", "worker", "beacon")
+
+    def thaw(self, rank):
+        """They go on."""
+        return self.frozen(False, rank, "caller", "worker", "beacon")
+
+    def start(self, rank):
+        """A process that has ended is started again."""
+        if self.processes(rank, "caller"):
+            return False
+        self.begin(rank)
+        return True
+
+    def leave(self, rank):
+        """SIGTERM came: the caller leaves after its step."""
+        self.leaving.update(self.processes(rank, "caller"))
+        return bool(self.processes(rank, "caller"))
+
+    def cut(self, one, other):
+        """Nothing passes between two hosts."""
+        return self.deaf(one, other) | self.deaf(other, one)
+
+    def deaf(self, one, other):
+        """Nothing passes from one host to another."""
+        new = (one, other) not in self.net.cut
+        self.net.cut.add((one, other))
+        return new
+
+    def slow(self, one, other):
+        """What one host sends to another is late."""
+        new = (one, other) not in self.net.slow
+        self.net.slow.add((one, other))
+        return new
+
+    def heal(self, one, other):
+        """The link is as before."""
+        links = {(one, other), (other, one)}
+        broken = links & (self.net.cut | self.net.slow)
+        self.net.cut -= links
+        self.net.slow -= links
+        return bool(broken)
+
+
+class Own(dict):
+    """Of each simulated process its own; what is counted begins at 0."""
+
+    def __init__(self, schedule):
+        super().__init__()
+        self.schedule = schedule
+
+    def __contains__(self, key):
+        return super().__contains__((self.schedule.process, key))
+
+    def __getitem__(self, key):
+        return self.get((self.schedule.process, key), 0)
+
+    def __setitem__(self, key, value):
+        super().__setitem__((self.schedule.process, key), value)

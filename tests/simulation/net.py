@@ -1,0 +1,383 @@
+"""What a simulated process asks its system for: time, processes, threads, pipes, datagrams, a store, Gloo.
+
+Each thing here takes the place of one that the code under test imports. Nothing decides anything about a run. Hosts
+are numbered, and each member of a run is on one of its own. What one sends to another comes when the link lets it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+import json
+import subprocess
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+from phalanx.engines.hosts.beacon import Beacon
+
+LATENCY, SLOW = 0.01, 0.4  # seconds
+ROOM = 40  # messages in a pipe, or datagrams at a socket
+
+
+class Process(NamedTuple):
+    """A simulated process: its host, how often that was started before, and what it is."""
+
+    rank: int
+    life: int
+    part: str = "caller"  # or "beacon", "worker"
+
+
+class Net:
+    """The links between hosts, and what listens where."""
+
+    def __init__(self, schedule):
+        self.schedule, self.cut, self.slow = schedule, set(), set()
+        self.files, self.bound, self.stores, self.groups = [], {}, {}, {}
+        self.count = itertools.count(1)  # of whatever needs a name: no number comes twice
+        self.time = SimpleNamespace(monotonic=self.now, perf_counter=self.now, sleep=self.sleep)
+        self.secrets = SimpleNamespace(randbits=lambda _: next(self.count), token_hex=lambda _: f"{next(self.count)}")
+        self.select = SimpleNamespace(select=self.selected, poll=lambda: Poll(self), POLLIN=1)
+        self.socket = SimpleNamespace(
+            socket=lambda *_, **__: Datagrams(self), socketpair=self.pair, AF_INET=2, AF_INET6=10, AF_UNIX=1,
+            SOCK_DGRAM=2, SOCK_SEQPACKET=5, MSG_DONTWAIT=64,
+        )  # fmt: skip
+        self.subprocess = SimpleNamespace(
+            Popen=lambda *_, pass_fds, **__: Beside(self, pass_fds), DEVNULL=-3,
+            TimeoutExpired=subprocess.TimeoutExpired,
+        )  # fmt: skip
+        self.threading = SimpleNamespace(Thread=lambda target, **_: Thread(self, target))
+
+    def now(self):
+        self.schedule.check()
+        return self.schedule.now
+
+    def sleep(self, seconds):
+        self.schedule.wait(seconds=seconds)
+
+    def gone(self, process):
+        return not self.schedule.lives(process)
+
+    def passes(self, sender, to):
+        """Whether what one host sends reaches another."""
+        return (sender, to) not in self.cut
+
+    def arrival(self, sender, to):
+        """When something that is sent now comes."""
+        moment = self.schedule.now + (SLOW if (sender, to) in self.slow else 0 if sender == to else LATENCY)
+        self.schedule.expect(moment)
+        return moment
+
+    def own(self, file):
+        """Number a file, which belongs to the process that acts."""
+        self.files.append(file)
+        file.owner, file.number = self.schedule.process, len(self.files) - 1
+
+    def pair(self, *_):
+        one, other = Pipe(self), Pipe(self)
+        one.other, other.other = other, one
+        return one, other
+
+    def selected(self, files, _, __, seconds):
+        self.schedule.wait(lambda: any(file.readable() for file in files), seconds)
+        return [file for file in files if file.readable()], [], []
+
+
+class Poll:
+    """Waits for one file."""
+
+    def __init__(self, net):
+        self.net = net
+
+    def register(self, file, _):
+        self.file = file
+
+    def poll(self, milliseconds):
+        self.net.schedule.check()
+        if milliseconds and not self.file.readable():
+            self.net.schedule.wait(self.file.readable, milliseconds / 1000)
+        return self.file.readable()
+
+
+class File:
+    """Something that a process may close or give to a child."""
+
+    def __init__(self, net):
+        self.net, self.closed = net, False
+        net.own(self)
+
+    def fileno(self):
+        return self.number
+
+    def close(self):
+        self.net.schedule.check()
+        self.closed |= self.owner == self.net.schedule.process  # a copy that a child has stays open
+
+    def gone(self):
+        return self.closed or self.net.gone(self.owner)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+class Pipe(File):
+    """One end of a pair of sockets between two processes of a host."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.came = collections.deque()
+
+    def readable(self):
+        return bool(self.came) or self.other.gone()
+
+    def recv(self, _):
+        if not self.readable():
+            self.net.schedule.wait(self.readable)
+        return self.came.popleft() if self.came else b""
+
+    def send(self, data, flags=0):
+        self.net.schedule.act()
+        if len(self.other.came) >= ROOM and not self.other.gone():
+            if flags:
+                raise BlockingIOError
+            self.net.schedule.wait(lambda: len(self.other.came) < ROOM or self.other.gone())
+        if self.other.gone() or self.closed:
+            raise BrokenPipeError
+        self.other.came.append(data)
+
+
+class Datagrams(File):
+    """A socket for datagrams. They may be lost, and overtake each other."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.came, self.refused = [], None
+
+    def setblocking(self, _):
+        """Only sockets that do not wait are simulated."""
+
+    def bind(self, place):
+        address, port = place[0], place[1] or 50_000 + next(self.net.count)
+        if (address, port) in self.net.bound and not self.net.bound[address, port].gone():
+            raise OSError("address already in use")
+        self.place = address, port
+        self.net.bound[self.place] = self
+
+    def getsockname(self):
+        return self.place
+
+    def connect(self, place):
+        self.to = tuple(place)
+
+    def readable(self):
+        return bool(self.came) and self.came[0][0] <= self.net.schedule.now
+
+    def send(self, data):
+        net, here, there = self.net, self.owner.rank, host_of(self.to[0])
+        net.schedule.act()
+        if self.refused is not None and self.refused <= net.schedule.now:
+            self.refused = None
+            raise ConnectionRefusedError
+        if not net.passes(here, there):
+            return
+        listener, moment = net.bound.get(self.to), net.arrival(here, there)
+        if listener is None or listener.gone():
+            self.refused = moment if net.passes(there, here) else None
+        elif len(listener.came) < ROOM:
+            bisect.insort(listener.came, (moment, next(net.count), data, here))
+
+    def recvfrom(self, _):
+        if not self.readable():
+            raise BlockingIOError
+        _, _, data, sender = self.came.pop(0)
+        return data, (address_of(sender), 0)
+
+
+class Beside:
+    """The process beside a member: it runs the real ``Beacon``."""
+
+    def __init__(self, net, numbers):
+        parent = net.schedule.process
+        self.net, self.process, self.returncode = net, parent._replace(part="beacon"), None
+        pipe, air = (net.files[number] for number in numbers)
+        pipe.owner = air.owner = self.process
+        net.schedule.start(self.process, "main", lambda: self.serve(pipe, air))
+
+    def serve(self, pipe, air):
+        try:
+            Beacon(pipe, air, json.loads(pipe.recv(1 << 16))).serve()
+        except ConnectionError:  # as the module does where it is the main one
+            pass
+
+    def wait(self, seconds=None):
+        if not self.net.schedule.wait(lambda: self.net.gone(self.process), seconds):
+            raise subprocess.TimeoutExpired("beacon", seconds)
+
+    def kill(self):
+        self.net.schedule.act()
+        self.net.schedule.kill(self.process)
+
+
+class Thread:
+    """A thread of the process that starts it."""
+
+    def __init__(self, net, target):
+        self.net, self.target = net, target
+
+    def start(self):
+        self.actor = self.net.schedule.start(self.net.schedule.process, "thread", self.run)
+
+    def run(self):
+        target, self.target = self.target, None  # what it holds ends with it
+        target()
+
+    def is_alive(self):
+        self.net.schedule.check()
+        return not self.actor.over
+
+    def join(self, seconds):
+        self.net.schedule.wait(lambda: self.actor.over, seconds)
+
+
+class Store:
+    """``torch.distributed.TCPStore``: that of a process, or a connection to it."""
+
+    net: Net = None
+
+    def __init__(self, host, port, is_master=False, timeout=None, **_):
+        net = self.net
+        self.host, self.port, self.seconds = host, port or 50_000 + next(net.count), timeout.total_seconds()
+        self.owner, place = net.schedule.process, (host, self.port)
+        if is_master:
+            if place in net.stores and not net.gone(net.stores[place].owner):
+                raise RuntimeError("address already in use")
+            self.server, self.values = self, {}
+            net.stores[place] = self
+            return
+        self.server = None
+        self._wait(lambda: place in net.stores and not net.gone(net.stores[place].owner), host_of(host))
+        self.server = net.stores[place]
+
+    def _wait(self, ready, there):
+        """Wait until the host of the store answers."""
+        net, here = self.net, self.owner.rank
+        server = self.server
+
+        def reached():
+            return net.passes(here, there) and net.passes(there, here)
+
+        def over():
+            broken = server is not None and net.gone(server.owner)
+            return reached() and (broken or (ready() and not (server and net.schedule.frozen(server.owner))))
+
+        done = net.schedule.wait(over, self.seconds)
+        if not done or (server is not None and net.gone(server.owner)):
+            raise RuntimeError("the store does not answer" if not done else "the store has ended")
+
+    def set(self, key, value):
+        self._wait(lambda: True, self.server.owner.rank)
+        self.server.values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key):
+        self._wait(lambda: key in self.server.values, self.server.owner.rank)
+        return self.server.values[key]
+
+    def check(self, keys):
+        self._wait(lambda: True, self.server.owner.rank)
+        return all(key in self.server.values for key in keys)
+
+
+class PrefixStore:
+    """``torch.distributed.PrefixStore``."""
+
+    def __init__(self, prefix, store):
+        self.prefix, self.underlying_store = prefix, store
+
+    def set(self, key, value):
+        self.underlying_store.set(f"{self.prefix}/{key}", value)
+
+    def get(self, key):
+        return self.underlying_store.get(f"{self.prefix}/{key}")
+
+    def check(self, keys):
+        return self.underlying_store.check([f"{self.prefix}/{key}" for key in keys])
+
+
+class Wire:
+    """What a group has of one of its processes; it outlives the group, as the others may look at it."""
+
+    def __init__(self, net):
+        self.net, self.owner, self.closed = net, net.schedule.process, False
+        self.came = collections.defaultdict(collections.deque)
+
+    def gone(self):
+        return self.closed or self.net.gone(self.owner)
+
+    def hears(self, other):
+        return self.net.passes(other.owner.rank, self.owner.rank)
+
+
+class Group:
+    """``torch.distributed.ProcessGroupGloo``: connections between the processes that come with the same store."""
+
+    net: Net = None
+    _Options = SimpleNamespace
+    create_device = create_default_device = staticmethod(lambda **_: None)
+
+    def __init__(self, store, rank, size, options):
+        self.rank, self.seconds, self.mine = rank, options._timeout.total_seconds(), Wire(self.net)
+        name = next(self.net.count)
+        self.net.groups[name] = self.mine
+        try:
+            store.set(str(rank), str(name))
+            others = [other for other in range(size) if other != rank]
+            self.others = {other: self.net.groups[int(store.get(str(other)))] for other in others}
+            for other in self.others.values():
+                self.wait(lambda other=other: self.mine.hears(other) and other.hears(self.mine), other)
+        except BaseException:
+            self.mine.closed = True
+            raise
+
+    def __del__(self):
+        self.mine.closed = True
+
+    def wait(self, ready, other):
+        """Wait for another process, which may end."""
+        done = self.net.schedule.wait(
+            lambda: ready() or (other.gone() and self.mine.hears(other)), self.seconds
+        )  # fmt: skip
+        if not ready():
+            raise RuntimeError("Connection closed by peer" if done else "Timed out waiting")
+
+    def send(self, tensors, number, _):
+        self.net.schedule.act()
+        other = self.others[number]
+        if other.gone() and self.mine.hears(other):
+            raise RuntimeError("Connection closed by peer")
+        moment = self.net.arrival(self.mine.owner.rank, other.owner.rank)
+        other.came[self.rank].append((moment, tensors[0].numpy().tobytes()))
+        return SimpleNamespace(wait=self.net.schedule.check)
+
+    def recv(self, tensors, number, _):
+        came, other = self.mine.came[number], self.others[number]
+
+        def wait():
+            self.wait(lambda: came and came[0][0] <= self.net.schedule.now and self.mine.hears(other), other)
+            tensors[0].copy_(torch.frombuffer(bytearray(came.popleft()[1]), dtype=torch.uint8))
+
+        return SimpleNamespace(wait=wait)
+
+
+def address_of(rank):
+    """The address of a host."""
+    return f"10.0.0.{rank}"
+
+
+def host_of(address):
+    """The host with this address."""
+    return int(address.rpartition(".")[2])
