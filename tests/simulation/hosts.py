@@ -25,6 +25,7 @@ from tests.simulation.net import Group, Net, PrefixStore, Process, Store, addres
 
 PORT, REPLICAS, PRIME = 29500, 8, 2_147_483_647
 COMPUTE = 0.3  # seconds of a step
+IMPORT = 0.25  # seconds until a process that starts again asks for the others; its predecessor's port is free then
 WAKE = 0.1  # between two looks of a caller at news
 SECONDS, LOST_AFTER = 4.0, 1.0  # as ``World`` takes them
 THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
@@ -80,6 +81,7 @@ class Machine:
 
     def __init__(self, definition, framework, placement, run_state, deadline, rendezvous, readers, alarm):
         self.run_state, self.workers, self.ended, self.closed, self.lost = run_state, 1, "", False, False
+        self._resting = False
         self._framework, self._rendezvous, self._alarm = framework, rendezvous, alarm
         self._state, self._done, self._horizon, self._tearing, self._trouble = framework.state, self._steps, 0, False, ""
         self._losses, self._schedule = {}, self.simulation.schedule
@@ -100,7 +102,9 @@ class Machine:
             store = PrefixStore(f"workers/{place.run}", Store(*place.address, timeout=gloo.datetime.timedelta(seconds=3)))
             hosts = gloo.Gloo(store, place.rank, len(place.blocks), SECONDS, "")
             while True:
+                self._resting = True
                 self._schedule.wait(lambda: self._horizon > self._done)
+                self._resting = False
                 self._schedule.wait(seconds=COMPUTE)
                 parts = self._exchanged(hosts)
                 self._tearing = True
@@ -142,7 +146,7 @@ class Machine:
 
     def pause(self):
         self._horizon = 0
-        self._schedule.wait(self._idle, WAKE)
+        self._schedule.wait(lambda: self._resting or self._idle())
         return self._done == self._steps
 
     def break_off(self):
@@ -177,7 +181,7 @@ class Machine:
     def _absorbed(self):
         step, loss = self._steps, self._losses[self._steps]
         self.run_state.add(loss, REPLICAS)
-        return StepReport(step, None, loss, 0.0, 0.0, REPLICAS, COMPUTE)
+        return StepReport(step, None, loss, 0.0, 0.0, REPLICAS, COMPUTE, losses={})
 
 
 class Simulation(Observer):
@@ -198,8 +202,9 @@ class Simulation(Observer):
         self.net, self.states = Net(self.schedule), sequence(steps)
         self.lives = [-1] * size
         self.runs, self.told, self.ends = {}, {}, {}  # by process: what it has, the steps it was told, how it ended
-        self.leaving = set()
-        self.troubles = {}  # what befell a host, or a link, last, and when
+        self.calm = {}  # by process that ended by an error: which members could have gone on then
+        self.leaving, self.victims = set(), set()
+        self.troubles = {}  # when something befell a host, or a link, last
         self.definition = SimpleNamespace(
             replicas=REPLICAS, total=steps, updates=steps, epochs=None, phases=None, rounds=Rounds(), stream=False,
             source=None, plan=SimpleNamespace(steps=steps), schedule_on=None, batch_size=8,
@@ -232,13 +237,14 @@ class Simulation(Observer):
         while any(self.schedule.lives(Process(rank, life)) for rank, life in enumerate(self.lives)):
             self.schedule.wait(seconds=THAWED)
             for rank in range(self.size):
-                self.thaw(rank)
+                self.strike("thaw", rank)
 
     def train(self, process):
         """What a caller does: as ``Recipe.train``."""
+        self.told[process], run = [], SimpleNamespace(world=None, engine=None, framework=Framework())
+        self.runs[process] = run
+        self.schedule.wait(seconds=IMPORT if process.life else 0)
         try:
-            self.told[process], run = [], SimpleNamespace(world=None, engine=None, framework=Framework())
-            self.runs[process] = run
             run.world = world.World(SECONDS, LOST_AFTER)
             with contextlib.ExitStack() as undo:
                 undo.push(run.world.failed)
@@ -246,19 +252,21 @@ class Simulation(Observer):
                 undo.pop_all()
             self.steps_of(process, run)
         except PhalanxError as error:
-            self.ends[process] = (self.schedule.now, error)
-        self.schedule.kill(process)  # its threads end with it
+            self.ends[process] = error
+            self.calm[process] = self.calm_groups(process)
+        for each in [process, *self.processes(process.rank, "worker")]:  # its threads and workers end with it
+            self.schedule.kill(each)
 
     def steps_of(self, process, run):
         loop = Loop(self.definition, run.engine, (), (self,))
         try:
-            while not loop.finished and process not in self.leaving:
+            while not loop.finished and not run.engine.run_state.leaving:
                 loop.advance(None, watched=False)
                 if process in self.leaving and run.engine.pause():
                     run.engine.run_state.leaving = "SIGTERM came"
         finally:
             loop.end()
-        self.ends[process] = (self.schedule.now, "done" if loop.finished else "left")
+        self.ends[process] = "done" if loop.finished else "left"
 
     def step(self, report):
         """A caller is told of a step."""
@@ -267,6 +275,29 @@ class Simulation(Observer):
 
     def happened(self, incident):
         """Nothing is to be done."""
+
+    def calm_groups(self, process):
+        """The largest quorums of the last members whose hosts live, and hear each other, for a while now."""
+        mine, groups = self.runs[process].world, []
+        ranks = mine.members.ranks if mine else []
+        here = [rank for rank in ranks if self.well(rank) and (rank == process.rank or self.takes_part(rank, mine))]
+        for size in range(len(here), 0, -1):
+            for some in itertools.combinations(here, size):
+                linked = all(self.well(*pair) for pair in itertools.combinations(some, 2))
+                if linked and quorum(ranks, some) and not any(set(some) < set(group) for group in groups):
+                    groups.append(some)
+        return groups
+
+    def well(self, *what):
+        """Whether nothing befell a host or a link lately, and the link is whole."""
+        whole = not {what, what[::-1]} & (self.net.cut | self.net.slow)
+        return whole and self.schedule.now - self.troubles.get(what, -CALM) >= CALM
+
+    def takes_part(self, rank, mine):
+        """Whether the process of a host lives, in the same run."""
+        pair, run = self.processes(rank, "caller", "beacon"), self.runs[Process(rank, self.lives[rank])]
+        moving = [each for each in pair if not self.schedule.frozen(each) and each.life == self.lives[rank]]
+        return len(moving) == 2 and run.world is not None and run.world.members.run == mine.members.run
 
     def surroundings(self):
         return self.schedule.process.rank, self.size, address_of(0), PORT
@@ -341,6 +372,7 @@ class Simulation(Observer):
 
     def killed(self, rank, *parts):
         found = self.processes(rank, *parts)
+        self.victims.update(found)
         for process in found:
             self.schedule.kill(process)
         return bool(found)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
+import functools
 import itertools
 import json
 import subprocess
@@ -48,7 +50,7 @@ class Net:
             Popen=lambda *_, pass_fds, **__: Beside(self, pass_fds), DEVNULL=-3,
             TimeoutExpired=subprocess.TimeoutExpired,
         )  # fmt: skip
-        self.threading = SimpleNamespace(Thread=lambda target, **_: Thread(self, target))
+        self.threading = SimpleNamespace(Thread=lambda target, args=(), **_: Thread(self, target, args))
 
     def now(self):
         self.schedule.check()
@@ -209,10 +211,8 @@ class Beside:
         net.schedule.start(self.process, "main", lambda: self.serve(pipe, air))
 
     def serve(self, pipe, air):
-        try:
+        with contextlib.suppress(ConnectionError, ValueError):  # its parent may end first
             Beacon(pipe, air, json.loads(pipe.recv(1 << 16))).serve()
-        except ConnectionError:  # as the module does where it is the main one
-            pass
 
     def wait(self, seconds=None):
         if not self.net.schedule.wait(lambda: self.net.gone(self.process), seconds):
@@ -226,8 +226,8 @@ class Beside:
 class Thread:
     """A thread of the process that starts it."""
 
-    def __init__(self, net, target):
-        self.net, self.target = net, target
+    def __init__(self, net, target, args):
+        self.net, self.target = net, functools.partial(target, *args)
 
     def start(self):
         self.actor = self.net.schedule.start(self.net.schedule.process, "thread", self.run)

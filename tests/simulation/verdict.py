@@ -1,0 +1,67 @@
+"""What must hold after a simulated run over several hosts, whatever befell it."""
+
+from __future__ import annotations
+
+import itertools
+
+from phalanx.errors import PeersLostError, RunError
+from phalanx.plan.membership import quorum
+from tests.simulation.hosts import LONGEST
+
+
+def check(simulation):
+    """Raise an AssertionError if something does not hold."""
+    for process, told in simulation.told.items():
+        check_told(simulation, process, [step for step, _, _ in told], [loss for _, loss, _ in told])
+        check_end(simulation, process)
+    for one, other in itertools.product(simulation.runs.values(), repeat=2):
+        check_one_side(one.world, other.world)
+    assert simulation.schedule.now < LONGEST, f"it took {simulation.schedule.now:.0f} s"
+    if not simulation.schedule.struck:
+        assert set(simulation.ends.values()) == {"done"}, simulation.ends
+
+
+def check_told(simulation, process, steps, losses):
+    """Each step is told once, in order; what is told is what an undisturbed run has."""
+    states, run = simulation.states, simulation.runs[process]
+    first = steps[0] if steps else 0
+    assert steps == list(range(first, first + len(steps))), f"{process} was told of steps {steps}"
+    assert losses == [states[step + 1] for step in steps], f"{process} was told of other losses: {losses}"
+    assert first == 0 or run.world.joins, f"{process} was told of steps {steps}"
+    if run.engine is None:
+        return
+    history = run.engine.run_state.loss_history
+    assert history == states[1 : len(history) + 1], f"{process} has other losses: {history}"
+    if simulation.ends.get(process) is not None and not run.engine.engine.lost:
+        assert run.framework.state == states[len(history)], f"{process} has another state after {len(history)} steps"
+
+
+def check_end(simulation, process):
+    """A process does all steps, or says why not; nobody is lost who was among so many that could have gone on."""
+    end, run = simulation.ends.get(process), simulation.runs[process]
+    told = simulation.told[process]
+    if end is None:
+        assert process in simulation.victims, f"{process} ended without a word"
+    elif end == "done":
+        assert told and told[-1][0] == simulation.steps - 1 or run.world.joins, f"{process} was told of steps {told}"
+    elif end == "left":
+        assert process in simulation.leaving, f"{process} left by itself"
+    else:
+        early = run.engine is None and isinstance(end, RunError)
+        assert early or isinstance(end, PeersLostError), f"{process} ended by {end!r}"
+        groups = simulation.calm[process]
+        alone = groups and all(process.rank in group for group in groups)
+        assert early or not alone, f"{process} ended by {end!r}, although {groups} were well"
+
+
+def check_one_side(one, other):
+    """All members of an incarnation take the same for the next one, and only a quorum of them goes on."""
+    if one is None or other is None or one.members.run != other.members.run:
+        return
+    for number, chosen in one.members._past.items():
+        same = other.members._past.get(number, chosen)
+        assert same == chosen, f"two sides go on: {chosen} and {same}"
+        before = one.members._past.get(number - 1)
+        if before is not None:
+            stay = set(chosen["places"]) - set(map(str, chosen["joined"]))
+            assert quorum(sorted(map(int, before["places"])), set(map(int, stay))), f"{stay} of {before} went on"
