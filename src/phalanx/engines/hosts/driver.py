@@ -68,7 +68,7 @@ class Distributed(Changing[Processes]):
         self._on_each, self._readers, self._least = workers, readers, least
         self._deadline = Deadline(world.seconds + PATIENCE)
         self._whole, self._last, self._gone, self._owner = chosen is None, False, False, os.getpid()
-        self._stuck = 0  # incarnations in a row that finished no step
+        self._fresh, self._stuck = chosen is not None, 0  # nothing was done here yet; incarnations without a step
         self._recent = deque[StepReport](maxlen=KEPT)
         self.run_state = run_state
         begin = self._on_this_host if chosen is None else lambda: self._entered(chosen)[1]
@@ -225,7 +225,7 @@ class Distributed(Changing[Processes]):
             captured, history = unpacked(self._world.receive(chosen["source"]))
             with self._framework.environment:
                 self._framework.adopt(captured)
-            if not self._steps:
+            if self._fresh:
                 _take(state, captured, history)
                 del state.loss_history[history["told"] :]
             for report in (StepReport(**{**facts, "parts": tuple(facts["parts"])}) for facts in history["reports"]):
@@ -237,7 +237,7 @@ class Distributed(Changing[Processes]):
                 state.callbacks = states_in(history, captured.training)
         if (self._steps, self._whole) != (chosen["step"], True) and me not in chosen["behind"]:
             raise RunError(f"this process has done {self._steps} steps where {chosen['step']} were agreed on")
-        self._whole, state.leads = True, chosen["keeper"] == me
+        self._whole, self._fresh, state.leads = True, False, chosen["keeper"] == me
 
     def _captured(self) -> Captured:
         with self._framework.environment:
