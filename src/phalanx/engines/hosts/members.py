@@ -187,7 +187,7 @@ class Members:
             So many members are lost that those who are left may not go on.
         """
         agreement = Agreement(self.me, self.ranks, propose, self.able)
-        began = since = time.monotonic()
+        began = since = due = time.monotonic()
         while agreement.chosen is None:
             interrupts.check()
             self.news()
@@ -203,10 +203,13 @@ class Members:
                 raise PeersLostError(
                     f"{lost}. Of {len(self.ranks)} members only a majority goes on, or the half {half}"
                 )
-            self._send(agreement.tick(late, {**told, "hears": self.alive}))
-            self._hear(TICK_SECONDS)
-            waiting, self._waiting = self._waiting, []
-            for sender, message in waiting:
+            if now >= due:  # not with every message, as each would bring others
+                due = now + TICK_SECONDS
+                self._send(agreement.tick(late, {**told, "hears": self.alive}))
+            self._hear(max(0.0, due - now))
+            while self._waiting:
+                sender, message = self._waiting.pop(0)
+                due = due if sender in agreement.stopped else now
                 self._send(agreement.hear(sender, message))
         self._past[self.number + 1] = agreement.chosen
         return agreement.chosen
