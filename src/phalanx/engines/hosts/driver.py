@@ -71,8 +71,7 @@ class Distributed(Changing[Processes]):
         self._fresh, self._stuck = chosen is not None, 0  # nothing was done here yet; incarnations without a step
         self._recent = deque[StepReport](maxlen=KEPT)
         self.run_state = run_state
-        begin = self._on_this_host if chosen is None else lambda: self._entered(chosen)[1]
-        super().__init__(run_state, begin)
+        super().__init__(run_state, lambda: self._entered(chosen)[1])
         if run_state.averaged is not None:
             run_state.averaged = lambda: self.engine.averaged()  # of the engine of that time
         self.workers = workers * world.size
@@ -200,13 +199,14 @@ class Distributed(Changing[Processes]):
         told = {"step": self._steps if self._whole else None, "open": complete, "each": self._on_each}
         return self._world.agree_anew(told, self._least)
 
-    def _entered(self, chosen: dict[str, Any]) -> tuple[dict[str, Any], Processes]:
-        """Begin the incarnation that was agreed on, or a later one if members fall meanwhile."""
+    def _entered(self, chosen: dict[str, Any] | None) -> tuple[Any, Processes]:
+        """Begin the first incarnation, or the one that was agreed on, or a later one if members fall meanwhile."""
         while True:
             try:
-                self._on_each = chosen["each"]
-                self._world.next(chosen)
-                self._share(chosen)
+                if chosen is not None:
+                    self._on_each = chosen["each"]
+                    self._world.next(chosen)
+                    self._share(chosen)
                 return chosen, self._on_this_host()
             except SeveredError:
                 chosen = self._agreed()

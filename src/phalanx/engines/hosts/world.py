@@ -28,7 +28,7 @@ from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, own_address, towards
-from phalanx.engines.hosts.members import CLOSED, FAILED, Farewell, Members
+from phalanx.engines.hosts.members import CLOSED, FAILED, LEAVES, Farewell, Members
 from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, served, surroundings
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
 from phalanx.plan.membership import mutual
@@ -301,7 +301,7 @@ class World:
             thread = threading.Thread(target=_tried, args=(ask,), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
-        self.part(FAILED, why)
+        self.part(LEAVES if isinstance(error, PeersLostError) else FAILED, why)  # then the others may go on
 
     def part(self, way: str, why: str) -> None:
         """Leave the run: say why, and close what was opened for it; the store stays."""
