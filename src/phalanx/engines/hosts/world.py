@@ -81,8 +81,7 @@ class World:
         self._own: Any = None  # one store for all incarnations that this process proposes
         self._names = dict[int, str]()
         try:
-            facts = self.rank, self.size, address, port, self.seconds
-            base = apart(functools.partial(opened, *facts), self._look)
+            base = apart(functools.partial(opened, self.rank, self.size, address, port, self.seconds), self._look)
             self._tcp = address_of(base)
             store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
             with reached(self._tcp[0]):
@@ -111,7 +110,8 @@ class World:
         self.members.facts = hashed(json.dumps([mine[name] for name in facts])).hex()
         if self.joins:
             return max(1, len(cores))
-        self._store.set(f"facts/{self.rank}", json.dumps(mine))
+        with reached(self._tcp[0]):
+            self._store.set(f"facts/{self.rank}", json.dumps(mine))
         everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
         self._hosts = {rank: item["host"] for rank, item in enumerate(everybody)}
         for rank, theirs in enumerate(everybody):
