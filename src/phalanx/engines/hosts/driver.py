@@ -145,12 +145,13 @@ class Distributed(Changing[Processes]):
 
     def _see_off(self) -> None:
         """Wait until all members have done all steps: one that was a step behind when another fell needs the state."""
-        while not self._world.members.finish():
-            time.sleep(WAKING_SECONDS)
-            try:
-                self._world.check()
-            except SeveredError as error:
-                self._go_on(error)
+        try:
+            while not self._world.members.finish():
+                time.sleep(WAKING_SECONDS)
+                self._kept_up(self._world.check)
+        except PeersLostError:  # all is done here, so nothing is needed of the others
+            if not self._whole:
+                raise
 
     def _quit(self, way: str, why: str, step: int | None = None) -> None:
         """Copy the state after the last finished step to the caller, as far as it is whole, and leave the run."""
@@ -292,8 +293,7 @@ def open_distributed(
     chosen = _let_in(world, definition) if world.joins else None
     run_state = RunState() if world.joins else _same_start(world, framework, begin)
     run_state.allow, run_state.rounds = allow, definition.rounds
-    facts = definition, framework, run_state, world, count, beside(readers, count, room)
-    return Distributed(*facts, least, chosen)
+    return Distributed(definition, framework, run_state, world, count, beside(readers, count, room), least, chosen)
 
 
 def _let_in(world: World, definition: Definition) -> dict[str, Any]:
