@@ -120,9 +120,9 @@ class World:
                     raise UsageError(_differing(rank, self.rank, name, theirs.get(name), mine[name]))
             for name, value in mine["doubts"].items():
                 if theirs["doubts"].get(name, value) != value:
-                    here, there = f"process {self.rank}", f"process {rank}"
+                    other = theirs["doubts"][name]
                     warn(
-                        f"{name} is {value} in {here}, and {theirs['doubts'][name]} in {there}; if it decides the "
+                        f"{name} is {value} in process {self.rank}, and {other} in process {rank}; if it decides the "
                         "answer, that depends on who computes what"
                     )
         self._connect(self.seconds)
@@ -181,6 +181,8 @@ class World:
     def next(self, chosen: Mapping[str, Any]) -> None:
         """Begin the incarnation that was agreed on. Raises a SeveredError if a member has fallen meanwhile."""
         places = {int(rank): place for rank, place in chosen["places"].items()}
+        # What a process said before its rank was started again does not count any more.
+        self.members.left = {rank: each for rank, each in self.members.left.items() if rank not in chosen["joined"]}
         self.members.begin(chosen["run"], chosen["number"], places)
         self._hosts = {int(rank): host for rank, host in chosen["hosts"].items()}
         self.keeper = chosen["keeper"]
@@ -266,8 +268,7 @@ class World:
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
         """Where this process's workers find those of others."""
         hosts = in_rows([self._hosts[rank] for rank in self.members.ranks])
-        facts = self.run, self.rank, tuple(blocks), self.seconds, self._interface, hosts
-        return Rendezvous(self._tcp, *facts)
+        return Rendezvous(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface, hosts)
 
     def send(self, content: bytes, ranks: Iterable[int]) -> None:
         """Send bytes to members."""
