@@ -135,7 +135,8 @@ class World:
         if self.joins:
             self.members.folder = run_dir
             return False
-        self._store.set(f"newest/{self.rank}", str(-1 if run_dir is None else newest_step(run_dir)))
+        with reached(self._tcp[0]):
+            self._store.set(f"newest/{self.rank}", str(-1 if run_dir is None else newest_step(run_dir)))
         steps = [int(self._get(f"newest/{rank}", rank)) for rank in range(self.size)]
         self.keeper = steps.index(max(steps))
         return self.rank == self.keeper
