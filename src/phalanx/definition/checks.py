@@ -294,11 +294,11 @@ def counted(count: int, thing: str) -> str:
 
 def alike(names: Sequence[str], devices: Sequence[Any], kinds: Sequence[str], replicas: int) -> None:
     """Refuse ``devices`` of several ``kinds``, named twice, or more than replicas; ``names``: as they were written."""
-    if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
-        raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
     if len(set(kinds)) > 1:
         listed = ", ".join(sorted(set(kinds)))
         raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {listed}")
+    if len(set(devices)) < len(devices):  # "cuda" and "cuda:0"
+        raise UsageError(f"devices is {list(names)}, which names a device more than once; name each once")
     if len(devices) > replicas:
         raise UsageError(
             f"devices names {len(devices)} devices, but {counted(replicas, 'replica')} to compute; name at most "

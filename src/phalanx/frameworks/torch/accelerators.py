@@ -195,19 +195,9 @@ def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch
             _mention_idle()
         return [home]
     devices = [named_device(name) for name in spelled(names, replicas)]
-    kinds = sorted({device.type for device in devices})
-    if len(kinds) > 1:
-        raise UsageError(f"devices is {list(names)}, which are of several kinds, whose bits differ: {', '.join(kinds)}")
-    if kinds != ["cpu"] and len(set(devices)) < len(devices):
-        raise UsageError(
-            f"devices is {list(names)}, which names a device more than once, and that computes one replica at a time; "
-            "name each once"
-        )
-    if len(devices) > replicas:
-        raise UsageError(
-            f"devices names {len(devices)} devices, but {checks.counted(replicas, 'replica')} to compute; name at most "
-            f"{replicas}, or raise replicas= (which is part of the answer)"
-        )
+    kinds = [device.type for device in devices]
+    several = range(len(devices)) if set(kinds) == {"cpu"} else devices  # the CPU may be named more than once
+    checks.alike(names, several, kinds, replicas)
     return devices
 
 
