@@ -27,7 +27,7 @@ from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, placed
 from phalanx.frameworks.torch.environment import plain_autograd
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.feed import DeviceFeed
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread, as_tensors, check_stateless
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean, as_tensors, check_stateless
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.manual.replicas import ORDERED, average, check_trained, tensors_of
@@ -257,7 +257,7 @@ def _part(work: Work, known: float, replicas: int) -> Part:
     if computed is None:
         return ABSENT
     with work.addressed():
-        weight = computed.weight.read() if isinstance(computed.weight, Unread) else computed.weight
+        weight = computed.weight() if callable(computed.weight) else computed.weight
     return weighed(computed.loss, weight, known, len(work.share.samples), replicas)
 
 

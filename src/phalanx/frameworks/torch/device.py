@@ -18,7 +18,7 @@ from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient
 from phalanx.frameworks.torch.model import checked, put
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed, opened
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Unread
+from phalanx.frameworks.torch.replica.forward import AmbiguousMean
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.seams import Arithmetic
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
@@ -131,8 +131,8 @@ def _weighted(computed: Computed) -> Computed:
     The norm's kernel adds in another order where memory begins at an odd address, as views may. A gradient that has
     travelled never does, so those that stay must not either.
     """
-    if isinstance(computed.weight, Unread):
-        computed.weight = computed.weight.read()
+    if callable(computed.weight):
+        computed.weight = computed.weight()
         if computed.weight == 0:
             computed.gradient = None
     if computed.gradient is not None:

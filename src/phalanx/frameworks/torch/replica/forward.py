@@ -100,7 +100,10 @@ class Forward:
         return self._tensor(target_of(batch)) if target_fn is None else target_fn(batch)
 
     def loss(self, batch: Any, origin: str, watch: Watch | None = None) -> tuple[torch.Tensor, Any, Named | None]:
-        """The scalar loss of ``batch``, and the weight and the named losses that were returned with it, if any were."""
+        """The scalar loss of ``batch``, and the weight and the named losses that were returned with it, if any were.
+
+        A weight that lies on a device is a function that waits for it.
+        """
         if self._definition.precision is None:
             value = self._loss(batch, origin, watch)
         else:
@@ -112,7 +115,7 @@ class Forward:
             weight = self._tokens.weight(value, loss, batch)
         self._check_loss(name, loss, batch, origin)
         if self._later and isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
-            return loss, Unread(name, weight), named
+            return loss, functools.partial(checks.weight, name, weight), named
         return loss, None if weight is None else checks.weight(name, weight), named
 
     def _loss(self, batch: Any, origin: str, watch: Watch | None) -> Any:
@@ -185,18 +188,6 @@ def _home(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().clone() if leaf.device.type == "cpu" else leaf.detach().cpu()
-
-
-class Unread:
-    """A weight that the loss returned on a device, not looked at yet."""
-
-    def __init__(self, name: str, value: torch.Tensor) -> None:
-        self._name = name
-        self._value = value
-
-    def read(self) -> float:
-        """The weight; waits for the device."""
-        return checks.weight(self._name, self._value)
 
 
 def as_tensors(value: Any) -> Any:
