@@ -76,7 +76,9 @@ def find(roots: Mapping[str, Any]) -> Owned:
     theirs = [each.itself for listed in loaded for each in listed() if each.itself is not None]
     kinds = np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random, *map(type, theirs)
     strangers = {id(generator) for generator in known + theirs}
-    return {path: value for path, value in reachable(roots) if isinstance(value, kinds) and id(value) not in strangers}
+    found = {path: each for path, each in reachable(roots) if isinstance(each, kinds) and id(each) not in strangers}
+    # Numpy's generators have their states in what feeds them.
+    return {path: each.bit_generator if isinstance(each, np.random.Generator) else each for path, each in found.items()}
 
 
 def places(owned: Mapping[str, Any]) -> list[Any]:
@@ -156,8 +158,6 @@ def _stream(path: str) -> int:
 
 def _state(generator: Any) -> Any:
     """The state that decides what it draws next; None if the operating system feeds it."""
-    if isinstance(generator, np.random.Generator):
-        generator = generator.bit_generator
     if isinstance(generator, np.random.BitGenerator):
         return generator.state  # type: ignore[attr-defined]
     if isinstance(generator, random.Random):
@@ -176,8 +176,6 @@ def _place(generator: Any) -> Any:
 
 def _seed(generator: Any, key: int) -> None:
     """Seed a generator as a new one of its kind; one that the operating system feeds stays as it is."""
-    if isinstance(generator, np.random.Generator):
-        generator = generator.bit_generator
     if isinstance(generator, np.random.BitGenerator):
         generator.state = type(generator)(key).state  # type: ignore[call-arg, attr-defined]
     elif isinstance(generator, np.random.RandomState):
@@ -208,8 +206,6 @@ def restoring(generator: Any) -> Callable[[], Any]:
     state = _state(generator)
     if state is None:
         return bool
-    if isinstance(generator, np.random.Generator):
-        generator = generator.bit_generator
     if isinstance(generator, np.random.BitGenerator):
         return functools.partial(setattr, generator, "state", state)
     return functools.partial(getattr(generator, "setstate", None) or generator.set_state, state)
