@@ -82,9 +82,7 @@ class Run:
         """
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
-        state = self._engine.run_state
-        if state.told != len(state.loss_history):
-            self._complete()
+        self._complete()
         if self._closed or self._loop.finished or (self.stopped and self._engine.pause()):
             raise StopIteration
         try:
@@ -109,9 +107,9 @@ class Run:
         self._watched = self._loop.runs_user_code
         try:
             going_on = True
-            while going_on:
+            while going_on:  # another thread may have its turn outside of the environment
                 with contextlib.nullcontext() if self._watched else self._engine.environment:
-                    going_on = self._until_wanted()
+                    going_on = any(ALONE.wanted for _ in self)
         except BaseException as error:  # nobody else holds this run: what was trained must not be lost with it
             self._hand_over(error)
             raise
@@ -186,9 +184,7 @@ class Run:
         UsageError
             The run is closed, or has no planned step left; the batch cannot be dealt; data or weights were changed.
         """
-        state = self._engine.run_state
-        if state.told != len(state.loss_history):
-            self._complete()
+        self._complete()
         if batch is None:
             if self._definition.data is None:
                 raise UsageError("step() was called without a batch, but data is None; bring one: run.step((x, y))")
@@ -377,13 +373,9 @@ class Run:
 
     def _complete(self) -> None:
         """Complete the last step first, if an exception or Ctrl-C cut it short."""
-        if not self._closed:
+        if not self._closed and not self._engine.run_state.complete:
             with self._handed_over():
                 self._loop.complete()
-
-    def _until_wanted(self) -> bool:
-        """Do the remaining steps, or until another thread waits for its turn; returns whether one waits."""
-        return any(ALONE.wanted for _ in self)
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
