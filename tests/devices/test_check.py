@@ -130,12 +130,12 @@ def test_runs_are_computed_again_where_they_were(tmp_path, count):
     assert recipe.train(run_dir=tmp_path / "host").digest != result.digest
     assert verify(recipe, run, progress=False).status == SAME
     assert verify(recipe, run, workers=2, progress=False).status == SAME
-    verified, facts = certify(recipe, run, progress=False)
+    verified, facts = certify(recipe, run)
     assert (verified.status, facts["device"]) == (SAME, "fake")
     (tmp_path / "certificate").write_text(json.dumps(facts))
-    assert check_certificate(tmp_path / "certificate", recipe, progress=False).status == SAME
+    assert check_certificate(tmp_path / "certificate", recipe).status == SAME
     (tmp_path / "other").write_text(json.dumps({**facts, "device": "cpu"}))
-    assert check_certificate(tmp_path / "other", recipe, progress=False).status == DIFFERENT
+    assert check_certificate(tmp_path / "other", recipe).status == DIFFERENT
     shutil.copytree(run, tmp_path / "copy")
     assert phalanx.diff(run, tmp_path / "copy", recipes=(recipe, recipe), operations=True) is None
 

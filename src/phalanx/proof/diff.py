@@ -144,8 +144,7 @@ def _states(one: Side, other: Side) -> tuple[int, int | None]:
     """The newest step up to which states are known to be the same, and the first one whose state is another."""
     same = 0
     for step in sorted(set(one.states) & set(other.states)):
-        left, right = one.states[step], other.states[step]
-        if any(left[name] != right[name] for name in left if name in right):
+        if _differing(one, other, step):
             return same, step
         same = step
     return same, None

@@ -242,9 +242,7 @@ def _state_of(instant: Instant, run: Side) -> str:
     return f"the state after {instant.step} steps differs in {len(differing)} tensors, the first is {differing[0]}"
 
 
-def certify(
-    recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1, progress: bool | str = "auto"
-) -> tuple[Verified, dict[str, Any]]:
+def certify(recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1) -> tuple[Verified, dict[str, Any]]:
     """Verify a run. Returns the outcome and, if all is the same, a certificate as JSON values; else an empty dict.
 
     Raises
@@ -265,7 +263,7 @@ def certify(
             f"the run in {str(run_dir)!r} froze or thawed parameters, which is not in its recipe, so that no "
             "certificate has it; freeze them in make_model, or let phalanx verify check the run"
         )
-    verified = verify(recipe, run_dir, workers=workers, progress=progress)
+    verified = verify(recipe, run_dir, workers=workers)
     if verified.status != SAME:
         return verified, {}
     with Links(run_dir / CHAIN) as links, Instant(recipe, newest) as instant:
@@ -294,9 +292,7 @@ def claim_of(path: pathlib.Path) -> dict[str, Any]:
     return claim
 
 
-def check_certificate(
-    path: pathlib.Path, recipe: Recipe, *, workers: int = 1, progress: bool | str = "auto"
-) -> Verified:
+def check_certificate(path: pathlib.Path, recipe: Recipe, *, workers: int = 1) -> Verified:
     """Train the recipe at hand, and compare chain and digest with those of a certificate.
 
     Raises
@@ -313,7 +309,7 @@ def check_certificate(
     placed: dict[str, Any] = {"devices": devices} if devices else {"workers": workers}
     with (
         tempfile.TemporaryDirectory(prefix="phalanx-") as folder,
-        recipe.start(run_dir=folder, progress=progress, **placed) as run,
+        recipe.start(run_dir=folder, **placed) as run,
     ):
         for report in run:
             if report.step + 1 >= claim["steps"]:
