@@ -59,7 +59,6 @@ class Chained(Observer):
         self._every = every
         self._recipe = recipe
         self._chain: ChainFile | None = None
-        self._engine: Engine | None = None
         self._brought = ""
         self._early: list[Training] = []  # what callbacks froze before the link that it follows was added
         self._added = False
@@ -88,9 +87,9 @@ class Chained(Observer):
         where, arguments = origin_of(self._definition)
         self._chain.record("run", step=done, origin=where, arguments=arguments, **facts)
         engine.run_state.chain = self._chain.root
-        self._note_early()
+        self._note_early(self._chain)
         if self._every != 0:
-            self._digest(done)
+            self._digest(self._chain, done)
 
     def brought(self, batch: Any) -> None:
         """The next step's samples are these, brought by the caller or a stream."""
@@ -99,14 +98,12 @@ class Chained(Observer):
     def retrained(self, change: Training) -> None:
         """Note it, so that steps can be computed again."""
         self._early.append(change)
-        if self._engine is not None and self._engine.run_state.complete:
-            self._note_early()
+        if self._chain is not None and self._engine.run_state.complete:
+            self._note_early(self._chain)
 
-    def _note_early(self) -> None:
-        assert self._chain is not None, "who asks has looked"
-        assert self._engine is not None
+    def _note_early(self, chain: ChainFile) -> None:
         for change in self._early:
-            self._chain.record(TRAINING, step=self._engine.run_state.steps, **change._asdict())
+            chain.record(TRAINING, step=self._engine.run_state.steps, **change._asdict())
         self._early.clear()
 
     def horizon(self, steps: int) -> int:
@@ -116,13 +113,12 @@ class Chained(Observer):
     def step(self, report: StepReport) -> None:
         """Add the step's link; digest the state if that is due."""
         assert self._chain is not None, "no step comes before begin"
-        assert self._engine is not None
         brought, self._brought, self._added = self._brought, "", True
         self._engine.run_state.chain = self._chain.add(fields_of(report, self._definition, brought))
-        self._note_early()
+        self._note_early(self._chain)
         self._pacing.stepped(report.seconds)
         if self._pacing.due(report.step + 1):
-            self._digest(report.step + 1)
+            self._digest(self._chain, report.step + 1)
 
     def end(self) -> None:
         """Keep what a replica of the next step computes, for a run that goes on from here, and write no more."""
@@ -132,21 +128,19 @@ class Chained(Observer):
             self._keep_next(self._chain.root)
         self._chain.close()
 
-    def _keep_next(self, root: str) -> None:
-        assert self._engine is not None, "nobody asks before begin"
+    def _keep_next(self, link: str) -> None:
         state = self._engine.run_state
-        with contextlib.suppress(Exception):  # of user code, or the state is lost
+        with contextlib.suppress(Exception):  # of user code, or the state is lost, or the disk is full
             whole = state.complete and not state.between_phases and self._directory.has(state.steps)
             if whole and (noted := self._engine.peek()):
-                _keep(self._directory.root, state.steps, root, noted)
+                text = json.dumps({"step": state.steps, "link": link, "replica": noted}).encode()
+                files.replace(self._directory.root / NEXT, lambda file: file.write(text))
 
-    def _digest(self, steps: int) -> None:
-        assert self._chain is not None, "nobody asks before begin"
-        assert self._engine is not None
+    def _digest(self, chain: ChainFile, steps: int) -> None:
         began = time.monotonic()
         captured = self._engine.capture()
         try:
-            self._chain.record("state", step=steps, leaves=leaves_of(captured))
+            chain.record("state", step=steps, leaves=leaves_of(captured))
         finally:
             captured.release()
         self._pacing.took(began)
@@ -212,13 +206,6 @@ class Behaviour:
         """Whether the caller brought another batch for the step, so that it cannot be compared."""
         assert self.link is not None, "who asks has looked"
         return samples.startswith(BROUGHT) and samples != self.link.get("samples")
-
-
-def _keep(root: pathlib.Path, step: int, link: str, noted: dict[str, Any]) -> None:
-    """Write down what a replica of the next step computed; a full disk stops nothing."""
-    text = json.dumps({"step": step, "link": link, "replica": noted}).encode()
-    with contextlib.suppress(OSError):
-        files.replace(root / NEXT, lambda file: file.write(text))
 
 
 def _kept(root: pathlib.Path, step: int, link: str) -> dict[str, Any] | None:
