@@ -220,24 +220,23 @@ class Loop:
     def _completion(self, report: StepReport) -> Iterator[Callable[[], object] | Again]:
         """The tasks that complete a step, in order."""
         self._report, state = report, self._engine.run_state
-        if self._first is not None:
-            self._look_first(report)
+        if (first := self._first) is not None:
+            self._first = None
+            self._look_first(first, report)
         if len(state.incidents) != self._heard:
             self._tell_incidents()
         for observer in self._observers:
             yield functools.partial(observer.advanced, report)
         if report.epoch is not None:
-            yield from self._evaluation(report)
+            yield from self._evaluation(report, report.epoch)
         for observer in self._observers:
             yield functools.partial(observer.step, self._report)
         state.told = self._definition.rounds.updates(report.step + 1)
         if self._successors is not None:
             state.kept.append(self._report)
 
-    def _look_first(self, report: StepReport) -> None:
+    def _look_first(self, first: Callable[[StepReport, Any], None], report: StepReport) -> None:
         """See whether the first step is one of this run; nobody is told of anything if it is not."""
-        first, self._first = self._first, None
-        assert first is not None, "who asks has looked"
         try:
             first(report, self._first_batch)
         except UsageError:
@@ -251,10 +250,9 @@ class Loop:
             if (report := self._whole(self._engine.run_state.unseen.popleft())) is not None:
                 yield from self._completion(report)
 
-    def _evaluation(self, report: StepReport) -> Iterator[Callable[[], object] | Again]:
+    def _evaluation(self, report: StepReport, epoch: int) -> Iterator[Callable[[], object] | Again]:
         """The tasks after a planned step: evaluations, observers that are told, the schedule that depends on one."""
-        steps, epoch = report.step + 1, report.epoch
-        assert epoch is not None, "who asks has looked"
+        steps = report.step + 1
         if self._supply is None:
             epoch_ended = self._definition.epoch_ended(steps) > 0
             finished = steps == self._definition.total
@@ -272,8 +270,8 @@ class Loop:
         self._report = report._replace(metric=next(iter(values.values())), metrics=values)
         for observer in self._observers:
             yield functools.partial(observer.evaluated, values)
-        if epoch_ended and self._definition.schedule_on is not None:
-            yield Again(functools.partial(self._schedule, values, epoch))
+        if epoch_ended and (metric := self._definition.schedule_on) is not None:
+            yield Again(functools.partial(self._schedule, metric, values, epoch))
 
     def _evaluate_into(self, values: dict[str, float], due: Evaluation) -> None:
         values |= self.evaluate(due)
@@ -287,9 +285,7 @@ class Loop:
             for argument, metric in waiting:
                 check_metric(argument, metric, self._names)
 
-    def _schedule(self, values: dict[str, float], epoch: int) -> None:
-        metric = self._definition.schedule_on
-        assert metric is not None, "who asks has looked"
+    def _schedule(self, metric: str, values: dict[str, float], epoch: int) -> None:
         if (name := meant(metric, values)) is not None:  # else its evaluation was not due
             self._engine.schedule(values[name], epoch)
 

@@ -261,7 +261,6 @@ class ProgressLines(Observer):
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
-        self._engine: Engine | None = None
         self._losses: list[float] = []
         self._metrics: dict[str, float] = {}
         self._samples = 0
@@ -287,7 +286,6 @@ class ProgressLines(Observer):
             self._line()
 
     def _line(self) -> None:
-        assert self._engine is not None, "nothing is done before begin"
         report, definition, total = self._report, self._definition, self._definition.total
         seconds, steps, incidents = time.monotonic() - self._since, report.step + 1, self._engine.run_state.incidents
         epochs = definition.epochs or (-(-total // definition.per_epoch) if total and definition.per_epoch else None)
@@ -316,7 +314,6 @@ class ProgressBar(Observer):
         self._total = total
         self._delay_seconds = delay_seconds
         self._bar: Any = None
-        self._engine: Engine | None = None
 
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Draw the bar; it starts at what an earlier run had done."""
@@ -335,7 +332,6 @@ class ProgressBar(Observer):
             return
         is_last = self._bar.n + 1 == self._total
         if self._bar.update() or is_last:
-            assert self._engine is not None
             state = self._engine.run_state
             facts = {"loss": f"{report.loss:.4g}", **{item.name: f"{item.value:.4g}" for item in state.evaluated[-1:]}}
             facts |= {"workers": str(self._engine.workers)}
