@@ -151,7 +151,7 @@ def events(folder):
 
 def test_a_chain_without_them_is_noticed(tmp_path, monkeypatch):
     """Negative twin: where the chain does not say what was thawed, the step that follows differs."""
-    monkeypatch.setattr(Chained, "_note_early", lambda chained: None)  # planted
+    monkeypatch.setattr(Chained, "_note_early", lambda *_: None)  # planted
     over().train(engine="inline", run_dir=tmp_path, callbacks=[Thaw(ENCODER, epoch=2)])
     assert verify(over(), tmp_path, steps=(0, AT), progress=False).status == 0
     assert f"step {AT} differs" in verify(over(), tmp_path, progress=False).text
