@@ -7,7 +7,6 @@ shows a whole framework.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import deque
@@ -318,20 +317,6 @@ class Functions:
 
     def _refuse(self, got: str, wanted: str) -> NoReturn:
         raise UsageError(f"{self.teller} returned {got}; it must return {wanted}, or (that, weight)")
-
-
-class Anew(AbstractContextManager[None]):
-    """A context that is made anew each time it is entered; it cannot be nested."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make = make
-        self._exits = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        self._exits.enter_context(self._make())
-
-    def __exit__(self, *_: object) -> None:
-        self._exits.close()
 
 
 def refuse(definition: Definition, ways: Mapping[str, str]) -> None:

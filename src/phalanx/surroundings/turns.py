@@ -125,6 +125,20 @@ def alone(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+class Anew(contextlib.AbstractContextManager[None]):
+    """A context that is made anew each time it is entered; it cannot be nested."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._exits.enter_context(self._make())
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+
 class Reentrant(contextlib.AbstractContextManager[None]):
     """Contexts that are entered together: only the outermost ``with`` enters and leaves them."""
 

@@ -19,7 +19,7 @@ from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.frameworks import arithmetic
 from phalanx.frameworks.arithmetic import Gradient
-from phalanx.frameworks.arrays import Anew
+from phalanx.surroundings.turns import Anew
 
 NAME = re.compile(r"([a-zA-Z_]+)(?::([0-9]+))?")
 SETTINGS = (

@@ -18,7 +18,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient, settled
-from phalanx.frameworks.arrays import LOSS_TAKES, Anew, ArrayFramework, Blocks, State, refuse
+from phalanx.frameworks.arrays import LOSS_TAKES, ArrayFramework, Blocks, State, refuse
 from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.tinygrad.devices import available as available
 from phalanx.frameworks.tinygrad.devices import devices_of, recorded, settings
@@ -26,6 +26,7 @@ from phalanx.frameworks.tinygrad.lane import Batch, Forward, Lane, collate, numb
 from phalanx.frameworks.tinygrad.model import Update, opened, plain, write
 from phalanx.frameworks.tinygrad.model import state_of as state_of
 from phalanx.seams.records import Computed, Exported, Weights
+from phalanx.surroundings.turns import Anew
 
 ELSEWHERE = "which is not for recipes of tinygrad in this version; leave it out, or write the model in torch"
 REFUSED = {

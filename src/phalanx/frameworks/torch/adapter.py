@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +16,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
-from phalanx.frameworks.torch.environment import Environment, StaticShapes, check_static, compiled
+from phalanx.frameworks.torch.environment import StaticShapes, check_static, compiled, surrounded
 from phalanx.frameworks.torch.model import checked
 from phalanx.frameworks.torch.optimizer import retrain, updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
@@ -28,7 +29,7 @@ from phalanx.frameworks.torch.snapshot import adopt, captured, entries
 from phalanx.seams import Arithmetic, Lanes
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Training, Watch, Weights
 from phalanx.surroundings import interrupts
-from phalanx.surroundings.turns import Reentrant
+from phalanx.surroundings.turns import Anew, Reentrant
 
 
 class Torch:
@@ -64,8 +65,8 @@ class Torch:
         self.opened: Callable[[Source], Source] = opened
         self._describable = False
         self._shapes = StaticShapes()
-        within = Environment(definition.threads, definition.generators), self._shapes, *more
-        self.environment: AbstractContextManager[None] = Reentrant(*within)
+        within = Anew(functools.partial(surrounded, definition.threads, definition.generators))
+        self.environment: AbstractContextManager[None] = Reentrant(within, self._shapes, *more)
         with self.environment, interrupts.user_code():
             yield
 

@@ -34,8 +34,9 @@ PRECISIONS.insert(0, ("generic", "all"))
 LEGACY = {("cuda", "matmul"), ("mkldnn", "matmul"), ("cuda", "conv"), ("cuda", "rnn")}  # older flags say these, too
 
 
-class Environment(contextlib.AbstractContextManager[None]):
-    """A context, entered once at a time.
+@contextlib.contextmanager
+def surrounded(threads: int, owned: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """A run's surroundings inside the block.
 
     Parameters
     ----------
@@ -44,23 +45,9 @@ class Environment(contextlib.AbstractContextManager[None]):
     owned : mapping, optional
         Random generators of user code, to be restored as the global ones are.
     """
-
-    def __init__(self, threads: int, owned: Mapping[str, Any] | None = None) -> None:
-        self._threads = threads
-        self._owned = owned
-        self._exits = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        check_no_modes()
-        with contextlib.ExitStack() as exits:
-            exits.enter_context(generators.kept(self._owned))
-            exits.enter_context(intra_op_threads(self._threads))
-            exits.enter_context(no_autocast())
-            exits.enter_context(plain_autograd())
-            self._exits = exits.pop_all()
-
-    def __exit__(self, *_: object) -> None:
-        self._exits.close()
+    check_no_modes()
+    with generators.kept(owned), intra_op_threads(threads), no_autocast(), plain_autograd():
+        yield
 
 
 @contextlib.contextmanager
@@ -158,14 +145,14 @@ OLDER: Final = {  # what torch 2.6 calls them
 class StaticShapes(contextlib.AbstractContextManager[None]):
     """A context, entered once at a time: inside, what is compiled is compiled for the sizes at hand.
 
-    Parameters
+    Attributes
     ----------
     known : bool
         Whether compiled code is known of; if not, ``settle`` waits until some is compiled.
     """
 
-    def __init__(self, *, known: bool = False) -> None:
-        self.known = known
+    def __init__(self) -> None:
+        self.known = False
         self._before: dict[str, Any] = {}
 
     def __enter__(self) -> None:

@@ -17,7 +17,6 @@ from phalanx.frameworks.record import Collate, Made, Record
 from phalanx.frameworks.torch import accelerators, environment, snapshot
 from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.device import TorchDevice
-from phalanx.frameworks.torch.environment import Environment
 from phalanx.frameworks.torch.model import checked_new, copied
 from phalanx.frameworks.torch.replica.feed import default_collate
 from phalanx.seams import Framework
@@ -66,12 +65,12 @@ class TorchRecord(Record):
     def building(self, threads: int, devices: Sequence[str], *, allow: bool) -> Iterator[None]:
         """Generators, threads and modes are the run's; one at a time."""
         accelerators.prepare(devices, allow=allow)
-        with Environment(threads):
+        with environment.surrounded(threads):
             yield
 
     def reading(self, definition: Definition) -> tuple[AbstractContextManager[Any], Collate]:
         """With torch's own collating."""
-        return Environment(definition.threads, definition.generators), default_collate
+        return environment.surrounded(definition.threads, definition.generators), default_collate
 
     def prepare(self, folder: str) -> None:
         """Torch's compiler is not imported."""
