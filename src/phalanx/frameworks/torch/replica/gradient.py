@@ -29,9 +29,8 @@ class Collector:
         self._named = named
         self._written = written
         self._homes: Gradient | None = None
-        self._heard: set[int] = set()
         self._listener: Callable[[int, torch.Tensor], None] | None = None
-        self._listened: set[int] = set()
+        self._hooked: set[int] = set()  # parameters whose gradients are seen as soon as they are there
         self._onto: Gradient | None = None
         self._collecting = False
 
@@ -108,18 +107,13 @@ class Collector:
     def joins(self) -> bool:
         """Whether no hook looks at a parameter's gradient when it arrives: it would find a sum there."""
         return self._listener is None and all(
-            len(parameter._post_accumulate_grad_hooks or ()) == (index in self._heard) + (index in self._listened)
+            len(parameter._post_accumulate_grad_hooks or ()) == (index in self._hooked)
             for index, (_, parameter) in enumerate(self._named)
         )
 
     def watch(self, indices: Sequence[int]) -> None:
         """Move big gradients of these parameters to their homes as soon as they are there."""
-        big = {index for index in indices if self._named[index][1].numel() >= HOT} - self._heard
-        for index in big:
-            parameter = self._named[index][1]
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
-        self._heard.update(big)
+        self._hook([index for index in indices if self._named[index][1].numel() >= HOT])
 
     def listen(self, listener: Callable[[int, torch.Tensor], None] | None) -> None:
         """Call ``listener(index, gradient)`` in backward passes as soon as a parameter's gradient is there; None: stop.
@@ -127,25 +121,26 @@ class Collector:
         It is called once more with the sum if a gradient comes in parts.
         """
         self._listener = listener
-        for index, (_, parameter) in enumerate(self._named if listener else ()):
-            if parameter.requires_grad and index not in self._listened:
-                self._listened.add(index)
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._tell, index))
+        self._hook(range(len(self._named)) if listener else ())
 
-    def _tell(self, index: int, parameter: torch.Tensor) -> None:
-        grad = parameter.grad
-        if self._listener is not None and self._collecting and grad is not None and grad.layout == torch.strided:
-            self._listener(index, grad)
+    def _hook(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            parameter = self._named[index][1]
+            if parameter.requires_grad and index not in self._hooked:
+                self._hooked.add(index)
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, index))
 
     def set_destination(self, homes: Gradient | None) -> None:
         """Put the gradients of the next backward pass into this memory; None: they stay where autograd made them."""
         self._homes = homes
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
-        """Move a gradient to its home; what comes later finds it there, and is added there."""
+        """Tell of a gradient, and move it to its home; what comes later finds it there, and is added there."""
         grad, home = parameter.grad, None if self._homes is None else self._homes[index]
         if not self._collecting or grad is None or grad.layout != torch.strided:
             return
+        if self._listener is not None:
+            self._listener(index, grad)
         if self._onto is not None and self._onto[index] is not None:
             return
         if home is not None and grad is not home:
