@@ -429,7 +429,7 @@ class Parametric(nn.Module):
             {"replicas": [list(replica.parameters()) for replica in REPLICAS]},
             r"replicas\[0\] is \[.*it must be a torch.nn.Module",
         ),
-        ({"replicas": [nn.ReLU(), nn.ReLU()]}, "no parameter that requires a gradient"),
+        ({"replicas": [nn.ReLU(), nn.ReLU()]}, "without trainable parameters"),
         ({"optimizers": BOTH[:1]}, "optimizers has 1 for 2 replicas"),
         ({"optimizers": [*BOTH, BOTH[0]]}, "optimizers has 3 for 2 replicas"),
         ({"optimizers": BOTH[0]}, "optimizers is SGD"),

@@ -216,7 +216,7 @@ MODEL = mlp()
         (with_gradients(mlp(), mlp().requires_grad_(False)), {}, "unlike.*fixed.*trained"),
         (with_gradients(mlp(), mlp(), mlp()[:1]), {}, r"replicas\[2\] is unlike"),
         ([list(mlp().parameters()), list(mlp().parameters())], {}, r"torch.nn.ParameterList\(parameters\)"),
-        ([nn.ReLU(), nn.ReLU()], {}, "no parameter that requires a gradient"),
+        ([nn.ReLU(), nn.ReLU()], {}, "without trainable parameters"),
         (with_gradients(mlp(), mlp()), {"weights": [1]}, r"weights is \[1\].*2 finite numbers"),
         (with_gradients(mlp(), mlp()), {"weights": [0, 0]}, "not all 0"),
         (with_gradients(mlp(), mlp()), {"weights": [1, -1]}, "weights is"),

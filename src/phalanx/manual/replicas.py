@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from phalanx.collectives import all_reduce, broadcast, usable
 from phalanx.collectives.schedules import ALGORITHMS
 from phalanx.definition import checks
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient, placed
-from phalanx.frameworks.torch.model import Model, copied, put
+from phalanx.frameworks.torch.model import Model, check_trained, check_values, copied, put
 from phalanx.frameworks.torch.replica.gradient import sparse
 from phalanx.plan.fold import fold_values
 
@@ -112,7 +111,7 @@ def sync_gradients(replicas: Sequence[torch.nn.Module], weights: Any = None, alg
         are 0; a gradient is sparse. No gradient was changed.
     """
     named = tensors_of(replicas)
-    check_trained("replicas", named[0])
+    check_trained("replicas[0] is", replicas[0])
     checks.choice("algorithm", algorithm, tuple(ALGORITHMS))
     relative = _relative(weights, len(named))
     for name, parameter in [pair for replica in named for pair in replica]:
@@ -136,15 +135,6 @@ def tensors_of(replicas: Sequence[torch.nn.Module], *, buffers: bool = False) ->
     _check_alike(named)
     _check_independent(named)
     return named
-
-
-def check_trained(argument: str, parameters: Named) -> None:
-    """Refuse parameters of which none is trained: a step would do nothing, without an error."""
-    if not any(parameter.requires_grad for _, parameter in parameters):
-        raise UsageError(
-            f"{argument} has no parameter that requires a gradient, so nothing would be trained; register them as "
-            "nn.Parameter or submodules, and leave requires_grad on for some"
-        )
 
 
 def average(
@@ -177,13 +167,8 @@ def average(
 def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model is {checks.shown(model)} ({type(model).__name__}); it must be a torch.nn.Module")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if is_lazy(tensor) or tensor.is_meta:
-            raise UsageError(
-                f"model has no values yet for {name!r}, so its copies would not be equal; run one batch through lazy "
-                "modules first, and make the model on a real device"
-            )
-    check_trained("model", list(model.named_parameters()))
+    check_values("model", model)
+    check_trained("model is", model)
 
 
 def _tensors(number: int, replica: Any, *, buffers: bool) -> Named:

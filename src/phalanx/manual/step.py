@@ -25,12 +25,13 @@ from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, W
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, placed
 from phalanx.frameworks.torch.environment import plain_autograd
+from phalanx.frameworks.torch.model import check_trained
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.feed import DeviceFeed
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, as_tensors, check_stateless
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.manual.replicas import ORDERED, average, check_trained, tensors_of
+from phalanx.manual.replicas import ORDERED, average, tensors_of
 from phalanx.plan import share_bounds, share_weights
 from phalanx.seams.records import Computed, Part, Todo, losses_of, with_losses
 from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
@@ -290,7 +291,7 @@ def _settle(works: Sequence[Work]) -> None:
 def _checked(replicas: Any, optimizers: Any, loss_fn: Any, algorithm: Any, max_norm: Any) -> Definition:
     """Check everything but the batch; returns what a recipe would know of this step."""
     tensors_of(replicas, buffers=True)
-    check_trained("replicas", list(replicas[0].named_parameters()))
+    check_trained("replicas[0] is", replicas[0])
     _check_optimizers(optimizers, replicas)
     checks.choice("algorithm", algorithm, tuple(ALGORITHMS))
     check_stateless(loss_fn)

@@ -10,7 +10,7 @@ import weakref
 from typing import Any, Final, TypeVar
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from phalanx.errors import UsageError
 
@@ -85,30 +85,45 @@ def copied(argument: str, model: Model, way_out: str) -> Model:
 
 
 def _check(model: torch.nn.Module) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-            raise UsageError(
-                f"make_model returned a model with lazy modules ({name!r} has no shape yet); run one batch through it "
-                "in make_model before returning it, or give the sizes"
-            )
+    check_values("make_model returned a model that", model)
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided:
             raise UsageError(f"buffer {name!r} of the model is sparse; keep it dense, or in a plain attribute")
-    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        raise UsageError("make_model returned a model on the meta device, without values; make it on a real device")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(
-            f"make_model returned a {type(model).__name__} without trainable parameters; register them as "
-            "nn.Parameter or submodules, and leave requires_grad on for some"
-        )
+    check_trained("make_model returned", model)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise UsageError(f"make_model returned a model spread over {sorted(map(str, devices))}; put it on one device")
 
 
-def hooked(parameter: torch.nn.Parameter) -> int:
-    """How many hooks a parameter has."""
-    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+def check_values(model_is: str, model: torch.nn.Module) -> None:
+    """Refuse parameters and buffers without values; ``model_is``: how the message begins.
+
+    Raises
+    ------
+    UsageError
+        Some are of lazy modules, or on the meta device.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor) or tensor.is_meta:
+            raise UsageError(
+                f"{model_is} has no values yet for {name!r}; run one batch through lazy modules first, or give their "
+                "sizes, and make the model on a real device, not on meta"
+            )
+
+
+def check_trained(model_is: str, model: torch.nn.Module) -> None:
+    """Refuse a model of which nothing is trained: a step would do nothing. ``model_is``: how the message begins.
+
+    Raises
+    ------
+    UsageError
+        It is such.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            f"{model_is} a {type(model).__name__} without trainable parameters, so nothing would be trained; register "
+            "them as nn.Parameter or submodules, and leave requires_grad on for some"
+        )
 
 
 def put(model: torch.nn.Module, device: torch.device) -> None:
@@ -126,7 +141,8 @@ def put(model: torch.nn.Module, device: torch.device) -> None:
             owner, _, name = path.rpartition(".")
             setattr(model.get_submodule(owner), name, _tensors(model)[first])
     for name, parameter in model.named_parameters():
-        if before[name] is not parameter and hooked(before[name]):
+        old = before[name]
+        if old is not parameter and (old._backward_hooks or old._post_accumulate_grad_hooks):
             raise UsageError(
                 f"parameter {name!r} has hooks, which torch does not take along to {device.type!r}; make the model on "
                 "the device in make_model, and register them there"
