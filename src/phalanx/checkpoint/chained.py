@@ -138,11 +138,7 @@ class Chained(Observer):
 
     def _digest(self, chain: ChainFile, steps: int) -> None:
         began = time.monotonic()
-        captured = self._engine.capture()
-        try:
-            chain.record("state", step=steps, leaves=leaves_of(captured))
-        finally:
-            captured.release()
+        chain.record("state", step=steps, leaves=leaves_now(self._engine))
         self._pacing.took(began)
 
 
@@ -235,6 +231,15 @@ def dealt_as(samples: Any) -> str:
 def brought_as(batch: Any) -> str:
     """A hash of what the caller or a stream brought for a step."""
     return batch.hash[:SAMPLES] if isinstance(batch, Drawn) else BROUGHT + hashed(batch).hex()[:SAMPLES]
+
+def leaves_now(engine: Engine) -> dict[str, str]:
+    """The same of the state that an engine has."""
+    captured = engine.capture()
+    try:
+        return leaves_of(captured)
+    finally:
+        captured.release()
+
 
 
 def leaves_of(captured: Captured) -> dict[str, str]:

@@ -306,12 +306,17 @@ def alike(names: Sequence[str], devices: Sequence[Any], kinds: Sequence[str], re
         )
 
 
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Its parameters by name; none where nobody can tell: it is None, or written in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def takes(function: Any, name: str, *, required: bool = False) -> bool:
     """Whether ``function`` has a parameter with this name; ``required``: and no default for it."""
-    try:
-        parameter = inspect.signature(function).parameters.get(name)
-    except (TypeError, ValueError):  # None, or written in C
-        return False
+    parameter = parameters_of(function).get(name)
     return parameter is not None and not (required and parameter.default is not inspect.Parameter.empty)
 
 

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import dis
 import functools
-import inspect
 import itertools
 import platform
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
+from phalanx.definition.checks import parameters_of
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import PLAIN, decoded, is_array, plain, short, told_of_array, told_of_container
@@ -135,11 +135,7 @@ def _plainly(path: str, value: Any) -> Iterator[tuple[str, str]]:
 def options_of(value: Any) -> dict[str, str]:
     """Plain arguments of the constructor that an object has kept as attributes."""
     held = held_by(value)
-    try:
-        names = list(inspect.signature(type(value)).parameters)
-    except (TypeError, ValueError):  # of C
-        names = []
-    options = {name: held.get(name, held.get(f"_{name}")) for name in names}
+    options = {name: held.get(name, held.get(f"_{name}")) for name in parameters_of(type(value))}
     return {name: plain(item) for name, item in options.items() if type(item) in PLAIN and item is not None}
 
 

@@ -87,15 +87,12 @@ class Reading:
         generators.seed(iterable_key(self._seed, epoch), self._owned)
         with self._user_code("while make_iterable() was called"):
             self.iterable = stream.make_iterable()
-            _call(self.iterable, "set_epoch", epoch)
-            self._carrier, self._take, give = _protocol(self.iterable)
-            if self._carrier is not None and mark.state is not None:
-                _call(self.iterable, give, copy.deepcopy(mark.state))
+            if callable(set_epoch := getattr(self.iterable, "set_epoch", None)):
+                set_epoch(epoch)
+            self._carrier, self._take = _restored(self.iterable, mark.state)
             self.iterator = iter(self.iterable)
             if self._carrier is None:
-                self._carrier, self._take, give = _protocol(self.iterator)
-                if mark.state is not None:
-                    _call(self.iterator, give, copy.deepcopy(mark.state))
+                self._carrier, self._take = _restored(self.iterator, mark.state)
 
     def next(self) -> Any:
         """Read a sample; what is returned means nothing once ``ended`` is set.
@@ -447,15 +444,11 @@ def supplied(
     return Dealer(supply, run_state)
 
 
-def _protocol(carrier: Any) -> tuple[Any, str, str]:
-    """An iterable that can give its state, and the methods for that; None if it cannot."""
+def _restored(carrier: Any, state: Any) -> tuple[Any, str]:
+    """Give an iterable its state, if there is one; returns it, and the method that tells it. None: it has no such."""
     for take, give in PROTOCOLS:
         if callable(getattr(carrier, take, None)) and callable(getattr(carrier, give, None)):
-            return carrier, take, give
-    return None, "", ""
-
-
-def _call(owner: Any, name: str, argument: Any) -> None:
-    method: Callable[..., Any] | None = getattr(owner, name, None)
-    if callable(method):
-        method(argument)
+            if state is not None:
+                getattr(carrier, give)(copy.deepcopy(state))
+            return carrier, take
+    return None, ""

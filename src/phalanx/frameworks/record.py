@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 
-from phalanx.definition.digest import Entry, digest_of
+from phalanx.definition.digest import Entry
 from phalanx.definition.fields import Definition
 from phalanx.definition.generators import Global
 from phalanx.errors import UsageError
@@ -141,10 +141,6 @@ class Record:
     def available(self) -> list[tuple[str, str, str]]:
         """Rows (name, description, what is missing): each device here, and each kind that has none."""
         return []
-
-    def digest(self, model: Any, optimizer: Any, step: int | None, state: Any) -> str:
-        """The digest of a state after ``step`` steps."""
-        return digest_of(self.entries(model, optimizer, state), step)
 
     def entries(self, model: Any, optimizer: Any, state: Any) -> Iterable[Entry]:
         """The state of a loop written by hand, as named entries."""

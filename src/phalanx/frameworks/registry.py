@@ -20,6 +20,7 @@ import numpy as np
 
 from phalanx.definition import generators
 from phalanx.definition.checks import takes
+from phalanx.definition.digest import digest_of
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.frameworks.record import Made, Record
@@ -212,21 +213,6 @@ def reading(framework: str, definition: Definition) -> tuple[AbstractContextMana
     return surroundings, None if samples else definition.collate_fn or collate
 
 
-def device_names(names: Sequence[str], replicas: int) -> list[str]:
-    """These devices one by one: a kind alone becomes the devices that it has, at most one per replica."""
-    return _whose(names).spelled(names, replicas)
-
-
-def device_facts(names: Sequence[str]) -> dict[str, str]:
-    """What their framework says of these devices."""
-    return _whose(names).facts(names)
-
-
-def devices_of_workers(names: Sequence[str]) -> bool:
-    """Whether each of several such devices has a worker process."""
-    return _whose(names).forks
-
-
 def all_devices() -> list[tuple[str, str, str, str]]:
     """Rows (framework, name, description, what is missing): each device here, and each kind that has none."""
     rows: list[tuple[str, str, str, str]] = []
@@ -238,7 +224,8 @@ def all_devices() -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _whose(names: Sequence[str]) -> Record:
+def whose(names: Sequence[str]) -> Record:
+    """The framework of devices with these names."""
     return next((record for record in RECORDS.values() if record.knows(names)), EVERYWHERE[0])
 
 
@@ -261,7 +248,7 @@ def digest(model: Any, optimizer: Any = None, step: int | None = None, state: An
         64 hexadecimal digits; equals ``result.digest`` of a run that ended in the same state.
     """
     framework = recognised(model) or EVERYWHERE[0]
-    return framework.digest(model, optimizer, step, state)
+    return digest_of(framework.entries(model, optimizer, state), step)
 
 
 def tensor_of(tensor: Tensor, facts: dict[str, Any]) -> Any:

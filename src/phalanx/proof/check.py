@@ -24,7 +24,6 @@ from typing import Any
 from phalanx.definition import checks
 from phalanx.errors import PhalanxError, StateError, UsageError
 from phalanx.frameworks import registry
-from phalanx.frameworks.registry import device_facts, device_names, devices_of_workers
 from phalanx.proof.diff import diff
 from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN
 from phalanx.recipe import Recipe
@@ -89,9 +88,10 @@ def check(
         raise UsageError("the recipe has data=None, so there is nothing to train on; check one that has data")
     recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
     job = (str(file), *arguments)
+    named = registry.whose(devices).spelled(devices, recipe.replicas) if devices else ()
     with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         first = pathlib.Path(folder, FIRST)
-        for what, options in _ways(recipe, file, device_names(devices, recipe.replicas) if devices else ()):
+        for what, options in _ways(recipe, file, named):
             run_dir = pathlib.Path(folder, what)
             try:
                 row = trained(recipe, what, run_dir, **options) if options else _elsewhere(what, run_dir, job, steps)
@@ -134,9 +134,12 @@ def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
     """What the bits may depend on besides the recipe."""
     facts = {"machine": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
     facts |= {name: str(value) for name, value in registry.recorded_environment().items()}
-    names = device_names(devices, replicas) if devices else []
-    facts |= device_facts(names) if names else {}
-    if len(names) < 2 or not devices_of_workers(names):
+    if not devices:
+        return facts
+    framework = registry.whose(devices)
+    names = framework.spelled(devices, replicas)
+    facts |= framework.facts(names)
+    if len(names) < 2 or not framework.forks:
         return facts
     from phalanx.engines.hosts.timing import measured  # loads what speaks to networks
 

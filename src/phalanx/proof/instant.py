@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from phalanx.checkpoint.chained import brought_as, leaves_of, retrained_in
+from phalanx.checkpoint.chained import brought_as, leaves_now, retrained_in
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
 from phalanx.checkpoint.resume import losses_in
 from phalanx.checkpoint.snapshot import MANIFEST, Snapshot, read
@@ -219,11 +219,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
     @property
     def leaves(self) -> dict[str, str]:
         """A hash of each tensor of the state now."""
-        captured = self.capture()
-        try:
-            return leaves_of(captured)
-        finally:
-            captured.release()
+        return leaves_now(self._engine)
 
     def put(self, state: Captured, update: int) -> None:
         """Take back a state that was captured before ``update``; only where steps are computed in this process."""

@@ -49,7 +49,7 @@ class Update:
     def __init__(self, definition: Definition) -> None:
         self._transformation = build(definition)
         self._apply = jax.jit(self._updated)
-        self._part: Callable[[Gradient], None] | None = None
+        self._part: Callable[[Gradient], object] | None = None  # of several workers: what this one does
         self.lr = definition.lr if definition.optimizer is None else math.nan
 
     def begin(self, params: Any) -> Any:
@@ -101,7 +101,7 @@ class Update:
         The whole program runs, with small arrays for all that others own. A program without those would have other
         bits: XLA fuses, so whether a product is rounded before it is added depends on its other users.
         """
-        self._part = self._updating(owned, held, params, state, homes) if owned else _nothing
+        self._part = self._updating(owned, held, params, state, homes) if owned else bool
 
     def _updating(
         self, owned: Sequence[int], held: Sequence[int], params: Any, state: Any, homes: Any
@@ -195,10 +195,6 @@ class Program:
         results = {*owned, *(self._count + leaf for leaf in held)}
         wanted = [number in results for number in range(len(self._traced.jaxpr.outvars))]
         return partial_eval.dce_jaxpr(self._traced.jaxpr, wanted)
-
-
-def _nothing(gradient: Gradient) -> None:
-    """All parameters are updated by others."""
 
 
 def _with(leaves: Sequence[Any], positions: Sequence[int], values: Sequence[Any]) -> list[Any]:

@@ -124,7 +124,6 @@ class Tinygrad(ArrayFramework):
         self._lanes[0].take(list(state.params.values()))
         for name, tensor in self._updates.state.items():
             write(tensor, state.optimizer[name])
-        self._updates.look()
         self._spread()
 
     def _spread(self) -> None:

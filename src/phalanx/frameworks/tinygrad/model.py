@@ -206,12 +206,12 @@ class Update:
             tensor.replace(owned(plain(tensor), str(tensor.device)))
         self._apply = TinyJit(self._traced)
         self._numbers = dict(_numbers(self.optimizer))
-        self.look()
 
-    def look(self) -> None:
-        """Read the learning rate of the next step."""
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step, read from the device."""
         lr = getattr(self.optimizer, "lr", None)
-        self.lr = float(plain(lr).reshape(-1)[0]) if isinstance(lr, Tensor) else math.nan
+        return float(plain(lr).reshape(-1)[0]) if isinstance(lr, Tensor) else math.nan
 
     def step(self, gradient: Gradient) -> None:
         """Update the parameters; they are read only when somebody asks."""
@@ -225,7 +225,6 @@ class Update:
                 f"the optimizer changes its number {name!r} in a step, and a captured program would do so only once; "
                 "keep it in a Tensor, and assign to that"
             )
-        self.look()
 
     def _traced(self) -> None:
         for tensor, entry in zip(self._params, self._gradient, strict=True):

@@ -191,8 +191,12 @@ def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch
         torch cannot use one here, they are of several kinds, one comes twice, or there are more than replicas.
     """
     if not names:
-        if home.type == "cpu":
-            _mention_idle()
+        kind, count = accelerator()
+        if home.type == "cpu" and kind is not None:  # a run does not use them because nobody named them
+            _mention(
+                "idle",
+                f"{count} {kind} devices are idle, as make_model makes the model elsewhere; devices={kind!r} uses them",
+            )
         return [home]
     devices = [named_device(name) for name in spelled(names, replicas)]
     kinds = [device.type for device in devices]
@@ -314,16 +318,6 @@ def chosen(names: Sequence[str], home: torch.device) -> Sequence[str]:
     name = _local()
     _mention("local", f"this process trains on {name}, one of {checks.counted(count, 'device')}")
     return [name]
-
-
-def _mention_idle() -> None:
-    """Warn once that there are accelerators, which a run does not use because nobody named them."""
-    kind, count = accelerator()
-    if kind is not None:
-        _mention(
-            "idle",
-            f"{count} {kind} devices are idle, as make_model makes the model elsewhere; devices={kind!r} uses them",
-        )
 
 
 def _mention(topic: str, text: str) -> None:

@@ -79,14 +79,11 @@ class Torch:
     def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
         self._lane = self._lane_on(definition, model)
         self._updates = updates_of(definition, self._lane.named, model)
-        self._find_compiled(definition, model)
-        facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
-        self.sharing: seams.Sharing = Sharing(*facts, self._of_workers, portable=movable and not self._updates.foreign)
-
-    def _find_compiled(self, definition: Definition, model: torch.nn.Module) -> None:
         contexts = compiled({"make_model": model, **definition.holders})
         check_static(contexts)
         self._shapes.known = bool(contexts)
+        facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
+        self.sharing: seams.Sharing = Sharing(*facts, self._of_workers, portable=movable and not self._updates.foreign)
 
     @property
     def lr(self) -> float:
@@ -109,14 +106,8 @@ class Torch:
             self._lane.buffers.expect()
         else:
             self._lane.buffers.settle(buffers)
-        if not self._describable:
-            self._describe()
-
-    def _describe(self) -> None:
-        """Check that the state has a digest: an error after the first step is better than one at the run's end."""
-        for _ in entries(self._lane.model, self._updates.optimizers, self._updates.named):
-            pass
-        self._describable = True
+        if not self._describable:  # that it has no digest is better told after the first step than at the run's end
+            self._describable = all(entries(self._lane.model, self._updates.optimizers, self._updates.named))
 
     def schedule(self, value: float | Training, epoch: int | None = None) -> None:
         if isinstance(value, Training):

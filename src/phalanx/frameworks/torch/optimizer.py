@@ -19,6 +19,8 @@ from torch.nn.modules import module
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from phalanx.definition import generators
+from phalanx.definition.checks import parameters_of
+from phalanx.definition.data import map_tree
 from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
 from phalanx.definition.plain import check_like, is_flag
 from phalanx.errors import UsageError
@@ -75,11 +77,9 @@ class Update:
     @functools.cached_property
     def norm_dtype(self) -> torch.dtype:
         """The dtype of the norm of a parameter's gradient; float64 where the whole norm is computed at once."""
-        return (
-            torch.float64
-            if self.whole
-            else torch.linalg.vector_norm(self._parameters[0].detach().reshape(-1)[:0]).dtype
-        )
+        if self.whole:
+            return torch.float64
+        return torch.linalg.vector_norm(self._parameters[0].detach().reshape(-1)[:0]).dtype
 
     @property
     def told(self) -> tuple[float, float]:
@@ -142,10 +142,7 @@ class Update:
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
         """Step the schedulers after a step, or after an ``epoch``."""
-        if epoch is None:
-            self._schedules.step(value)
-        else:
-            self._schedules.step_metric(epoch, value)
+        self._schedules.step(value, epoch)
 
 
 class Phased:
@@ -215,14 +212,11 @@ def fit_options(updates: Updates, options: list[Any]) -> None:
             fit_options(phase, theirs)
     elif updates.own:
         groups, *others = updates.options()[:3]
-        check_like(options[:3], [[[_rates(group) for group in item] for item in groups], *others], "options")
+        # Other numbers may replace integers.
+        rates = map_tree(lambda value: float(value) if type(value) is int else value, groups)
+        check_like(options[:3], [rates, *others], "options")
         for group, theirs in zip(itertools.chain(*groups), itertools.chain(*options[0]), strict=True):
             theirs.update({name: value for name, value in group.items() if is_flag(value)})
-
-
-def _rates(group: dict[str, Any]) -> dict[str, Any]:
-    """Options with integers as floats, as other numbers may replace them."""
-    return {name: float(value) if type(value) is int else value for name, value in group.items()}
 
 
 def retrain(updates: Updates, change: Training) -> None:
@@ -316,10 +310,9 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     plain = inspect.unwrap(kind.step)
     own = vars(optimizer).get("step")
     if (
-        not kind.__module__.startswith("torch.optim")
+        _foreign(optimizer)
         or (own is not None and inspect.unwrap(own) is not plain)
         or optimizer.defaults.get("differentiable", True)
-        or any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks))
         or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
     ):
         optimizer.step()
@@ -378,12 +371,8 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
 
 def _wanted(factory: Any, named: list[Any], model: torch.nn.Module) -> list[Any]:
     """What a factory is called with: named parameters, and the model where a parameter is called ``model``."""
-    try:
-        parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # it is written in C, or has no readable signature
-        parameters = []
     given = set(factory.keywords) if isinstance(factory, functools.partial) else set[str]()
-    names = [item.name for item in parameters[:2] if item.name not in given]
+    names = [name for name in list(parameters_of(factory))[:2] if name not in given]
     if names[:1] == ["model"]:
         return [model]
     return [named, model] if names[1:] == ["model"] else [named]

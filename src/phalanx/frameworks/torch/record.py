@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from phalanx.definition.digest import Entry
 from phalanx.definition.fields import Definition
 from phalanx.definition.generators import NEAR, Global
 from phalanx.frameworks.record import Collate, Made, Record
@@ -19,6 +20,7 @@ from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.device import TorchDevice
 from phalanx.frameworks.torch.model import checked_new, copied
 from phalanx.frameworks.torch.replica.feed import default_collate
+from phalanx.frameworks.torch.sharing import bytes_of
 from phalanx.seams import Framework
 from phalanx.seams.records import Tensor
 
@@ -73,12 +75,19 @@ class TorchRecord(Record):
         return environment.surrounded(definition.threads, definition.generators), default_collate
 
     def prepare(self, folder: str) -> None:
-        """Torch's compiler is not imported."""
-        without_compiler()
+        """Spare a process that will never compile an optimizer the import of torch's compiler (0.7 s).
 
-    def digest(self, model: Any, optimizer: Any, step: int | None, state: Any) -> str:
-        """Of modules and optimizers of torch's."""
-        return snapshot.digest(model, optimizer, step)
+        torch imports it to exempt ``add_param_group`` from compilation when that is called first; this marks the method
+        as exempted. If torch should look for another mark one day, it imports the compiler as before.
+        """
+        for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
+            plain: Any = getattr(method, "__wrapped__", None)
+            if plain is not None:
+                plain.__dynamo_disable = plain
+
+    def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
+        """Entries of modules and optimizers of torch's."""
+        return snapshot.entries_of_loop(model, optimizer)
 
     def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """All that ``model.state_dict()`` has."""
@@ -137,24 +146,8 @@ def reduced(thing: Any, *, alone: bool) -> Any:
     if isinstance(thing, torch.UntypedStorage) and thing.device.type == "cpu":
         if not thing.nbytes():
             return torch.UntypedStorage, (0,)
-        return _untyped, (pickle.PickleBuffer(_memory_of(thing)),)
+        return _untyped, (pickle.PickleBuffer(bytes_of(thing).data),)
     return NotImplemented
-
-
-def without_compiler() -> None:
-    """Spare a process that will never compile an optimizer the import of torch's compiler (0.7 s).
-
-    torch imports it to exempt ``add_param_group`` from compilation when that is called first; this marks the method as
-    exempted. If torch should look for another mark one day, it imports the compiler as before.
-    """
-    for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
-        plain: Any = getattr(method, "__wrapped__", None)
-        if plain is not None:
-            plain.__dynamo_disable = plain
-
-
-def _memory_of(storage: torch.UntypedStorage) -> Any:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:

@@ -24,9 +24,8 @@ def exported(shown: Shown, updates: Updates, steps: int, *, apart: bool, digest:
         return shown.follow()
     hexdigest = digest_of(entries(shown.trained, updates.optimizers, updates.named), steps)
     given = copied(shown.trained) if apart else shown.trained
-    return Exported(
-        lambda: given, {name: parameter.detach() for name, parameter in given.named_parameters()}, hexdigest
-    )
+    params = {name: parameter.detach() for name, parameter in given.named_parameters()}
+    return Exported(lambda: given, params, hexdigest)
 
 
 class Shown:
@@ -51,7 +50,6 @@ class Shown:
         self._tensors = self._params = {name: weight.data for name, weight in zip(names, weights, strict=True)}
         self._pairs = list(zip(self._params.values(), weights, strict=True))
         self._before = self._now()
-        self._trained: dict[str, bool] = {}  # what the model to look at has
 
     @functools.cached_property
     def model(self) -> torch.nn.Module:
@@ -67,17 +65,17 @@ class Shown:
         self.follow()
         self._tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._before = self._now()
-        self._trained = {name: tensor.requires_grad for name, tensor in model.named_parameters()}
         return model
 
     def follow(self) -> Exported:
         """The model to look at; user code may have put weights elsewhere meanwhile."""
         for mine, weight in self._pairs:
             mine.data = weight.data
-        for name, parameter in self.trained.named_parameters() if self._trained else ():
-            if (trained := parameter.requires_grad) != self._trained[name]:  # the run froze or thawed it
+        for name, parameter in self.trained.named_parameters() if "model" in vars(self) else ():
+            version, before = self._before[name]
+            if (trained := parameter.requires_grad) != before:  # the run froze or thawed it
                 self._tensors[name].requires_grad_(trained)
-                self._trained[name], self._before[name] = trained, (self._before[name][0], trained)
+                self._before[name] = version, trained
         return Exported(lambda: self.model, self._params, "", self._check)
 
     def _now(self) -> dict[str, tuple[int, bool]]:

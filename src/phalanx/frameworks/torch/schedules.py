@@ -75,9 +75,8 @@ class Schedules:
         self._grouped = [list(optimizer.param_groups) for optimizer in optimizers]
         self._groups = [group for groups in self._grouped for group in groups]
         self.members = [list(group["params"]) for group in self._groups]
-        self.restrict(
-            set(_homes(optimizers, named))
-        )  # a scheduler may have kept the lists in which it found parameters
+        # A scheduler may have kept the lists in which it found parameters.
+        self.restrict(set(_homes(optimizers, named)))
 
     def restrict(self, mine: set[int]) -> None:
         """Leave the optimizers only the parameters with these ids."""
@@ -98,21 +97,21 @@ class Schedules:
             number: is_now for number, (is_now, was) in enumerate(zip(now, self._trained, strict=True)) if is_now != was
         }
 
-    def step(self, loss: float) -> None:
-        """Count a step that was done or skipped; step all schedulers if they are due.
+    def step(self, value: float, epoch: int | None = None) -> None:
+        """Count a step that was done or skipped, and had this loss; step all schedulers if they are due.
+
+        With an ``epoch`` the value is that of a metric after it, with which all are stepped once.
 
         Raises
         ------
         UsageError
             A scheduler used parameters or the state of an optimizer.
         """
-        self._steps += 1
-        if self._schedulers and (value := loss if self._epoch_ended is None else self._count(loss)) is not None:
-            self._step_all(value)
-
-    def step_metric(self, epoch: int, value: float) -> None:
-        """Step all with the value of a metric, once for an epoch. Raises as ``step`` does."""
-        if self._schedulers and self._epoch_ended is not None and epoch >= self._counted["metrics"]:
+        if epoch is None:
+            self._steps += 1
+            if self._schedulers and (due := value if self._epoch_ended is None else self._count(value)) is not None:
+                self._step_all(due)
+        elif self._schedulers and self._epoch_ended is not None and epoch >= self._counted["metrics"]:
             self._counted["metrics"] = epoch + 1
             self._step_all(value)
 

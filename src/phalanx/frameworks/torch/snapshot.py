@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phalanx.definition import checks
-from phalanx.definition.digest import Entry, digest_of
+from phalanx.definition.digest import Entry
 from phalanx.definition.plain import check_like, check_specs, decoded, encoded, taking_over
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import brought, bytes_of
@@ -163,25 +163,13 @@ def _spelled(tensor: torch.Tensor | Tensor) -> str:
     return f"{dtype}{list(tensor.shape)}"
 
 
-def digest(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    step: int | None = None,
-) -> str:
-    """The digest of a state: equal digests mean equal bits.
+def entries_of_loop(model: Any, optimizer: Any) -> Iterator[Entry]:
+    """The state of a loop written by hand: a module with an optimizer, several, or none.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-    optimizer : torch.optim.Optimizer, sequence of them, or None
-        Its per-parameter state is included, tensors and scalars.
-    step : int or None
-        How many optimizer steps led here.
-
-    Returns
-    -------
-    str
-        64 hexadecimal digits; equals ``result.digest`` of a run that ended in the same state.
+    Raises
+    ------
+    UsageError
+        They are something else.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; digest takes a torch.nn.Module")
@@ -194,7 +182,7 @@ def digest(
                 f"optimizer is {checks.shown(item)} ({type(item).__name__}); digest takes a torch.optim.Optimizer or a "
                 "list of them"
             )
-    return digest_of(entries(model, listed), step)
+    return entries(model, listed)
 
 
 def entries(

@@ -104,11 +104,8 @@ class Forward:
 
         A weight that lies on a device is a function that waits for it.
         """
-        if self._definition.precision is None:
+        with autocast(self._device, self._definition.precision):
             value = self._loss(batch, origin, watch)
-        else:
-            with autocast(self._device, self._definition.precision):
-                value = self._loss(batch, origin, watch)
         name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         loss, weight, named = _split(name, value)
         if weight is None and self._tokens is not None:
@@ -326,6 +323,7 @@ class AmbiguousMean:
 
     def __init__(self, definition: Definition, looks: int = LOOKS) -> None:
         self._loss_fn = definition.loss_fn
+        self._weights = None if _option(self._loss_fn, "weight", None) is None else "has class weights"
         self._own = definition.forward_fn is None
         self._looks = looks if definition.replicas > 1 and definition.phases is None else 0
 
@@ -338,7 +336,7 @@ class AmbiguousMean:
             return
         waits = self._looks == LOOKS
         self._looks = 0 if weight is not None else self._looks - 1
-        reason = None if weight is not None else _class_weights(self._loss_fn) or self._ignored_targets(batch, waits)
+        reason = None if weight is not None else self._weights or self._ignored_targets(batch, waits)
         if reason is not None:
             self._looks = 0
             who = "the model's own loss" if self._own else "the loss of forward_fn"
@@ -350,16 +348,12 @@ class AmbiguousMean:
 
     def _ignored_targets(self, batch: Any, waits: bool) -> str | None:
         ignored = _option(self._loss_fn, "ignore_index", IGNORED)
-        for leaf in _tensors(batch):
-            if not waits and leaf.device.type != "cpu":
+        for _, leaf in leaves(batch, "", lists=True):
+            if not isinstance(leaf, torch.Tensor) or not (waits or leaf.device.type == "cpu"):
                 continue
             if not leaf.is_floating_point() and not leaf.is_complex() and bool((leaf == ignored).any()):
                 return f"seems to ignore targets of {ignored}, which the data has"
         return None
-
-
-def _class_weights(loss_fn: Any) -> str | None:
-    return "has class weights" if _option(loss_fn, "weight", None) is not None else None
 
 
 def _option(loss_fn: Any, name: str, default: Any) -> Any:
@@ -369,8 +363,3 @@ def _option(loss_fn: Any, name: str, default: Any) -> Any:
     if isinstance(loss_fn, functools.partial):
         return loss_fn.keywords.get(name, default)
     return default
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
-    return [value for value in values if isinstance(value, torch.Tensor)]

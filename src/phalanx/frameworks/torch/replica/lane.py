@@ -175,11 +175,8 @@ class Lane:
         """The loss of a batch, and the weight and named losses that came with it. Known errors are explained."""
         try:
             loss, weight, named = self._forwards[todo.phase].loss(batch, share.origin, watch)
-        except ValueError as error:
-            _explain(error, len(share.samples))
-            raise
         except Exception as error:
-            explain(error)
+            _explain(error, len(share.samples))
             raise
         self._ambiguous.warn(weight, batch)
         return loss, weight, named
@@ -302,9 +299,10 @@ def substituted(named: Sequence[tuple[str, torch.nn.Parameter]], weights: Mappin
             parameter.data = data
 
 
-def _explain(error: ValueError, samples: int) -> None:
-    """Raise a clearer error where torch's comes from how the batch was dealt."""
-    if "more than 1 value per channel" in str(error):
+def _explain(error: Exception, samples: int) -> None:
+    """Raise a clearer error where torch's comes from how the batch was dealt, or from its compiler's limits."""
+    explain(error)
+    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
         raise UsageError(
             f"BatchNorm cannot normalise a share of {samples} sample ({error}); raise batch_size or lower replicas so "
             "that every share has at least 2 samples; drop_last=True drops a short last batch"
