@@ -76,10 +76,10 @@ def open_engine(
     spawns = engine == "processes" or not (engine == "inline" or here or workers is None)
     if spawns:
         WARM.prepare(definition, functions)  # first: it imports while the model is made here
-    framework = open_framework(
-        definition, devices, allow=bool(allow), apart=engine == "processes" or (workers or 1) > 1
-    )
-    run_state = _begun(begin(framework), audit=audit, allow=allow, max_failures=max_failures)
+    apart = engine == "processes" or (workers or 1) > 1
+    framework = open_framework(definition, devices, allow=bool(allow), apart=apart)
+    run_state = begin(framework)
+    run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
     if (named := framework.sharing.devices) or spawns:
         placement = _on_devices(definition, functions, named, engine, workers) if named else place(replicas, count)
         facts = definition, framework, placement, run_state, Deadline(deadline_seconds)
@@ -88,13 +88,6 @@ def open_engine(
         ahead = ahead_here(definition, framework, readers) if readers and CAPABLE else None
         return Inline(definition, framework, run_state, ahead=ahead)
     return cast("Engine", Auto(definition, framework, run_state, count, Deadline(deadline_seconds), readers, functions))
-
-
-def _begun(run_state: RunState, **options: Any) -> RunState:
-    """What had been done, with options of this run."""
-    for name, value in options.items():
-        setattr(run_state, name, value)
-    return run_state
 
 
 def _on_devices(

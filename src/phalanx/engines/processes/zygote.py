@@ -61,9 +61,8 @@ def main(fd: int, parent: int, folder: str, frameworks: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         gc.collect()
         gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
-        if sys.platform == "linux":
-            # The signal is bound to a thread that may end, so from here on we watch; if we are stopped it wakes us.
-            _on_death_of_parent(signal.SIGCONT)
+        # The signal is bound to a thread that may end, so from here on we watch; if we are stopped it wakes us.
+        _control(PR_SET_PDEATHSIG, signal.SIGCONT)
         with socket.socket(fileno=fd) as server:
             Nursery(server, watched).serve()
     shutil.rmtree(folder, ignore_errors=True)  # the parent may have had no time to
@@ -236,15 +235,15 @@ def _text(fd: int, standard: int) -> io.TextIOWrapper:
     )
 
 
-def _on_death_of_parent(number: int) -> None:
+def _control(option: int, value: int) -> None:
+    """Ask the kernel for something, where it is Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def _die_with_parent(zygote: int) -> None:
     """The kernel ends this process with its parent, whatever it is doing then."""
-    _on_death_of_parent(signal.SIGKILL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000)  # naps end on time
+    _control(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _control(PR_SET_TIMERSLACK, 1000)  # naps end on time
     if os.getppid() != zygote:  # it died before that
         os._exit(1)
