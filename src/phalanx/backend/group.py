@@ -268,16 +268,13 @@ def flattened(tensor: torch.Tensor, back: Back | None = None) -> torch.Tensor:
     UsageError
         It is not on the CPU, not dense, or to be written and expanded.
     """
-    if tensor.is_cpu and tensor.dim() == 1 and not tensor.requires_grad and tensor.layout == torch.strided:
-        own = tensor
-    elif tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if not tensor.is_cpu or tensor.layout != torch.strided:
         kind = tensor.device.type if tensor.device.type != "cpu" else str(tensor.layout)
         raise UsageError(
             f"a tensor is {kind}, and backend 'phalanx' moves dense tensors on the CPU; use 'nccl' for GPUs, and "
             "to_dense() for sparse ones"
         )
-    else:
-        own = tensor.detach()
+    own = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach()
     written = back is not None and own.is_inference()
     if own.is_contiguous() and not own.is_neg() and not written:
         return own if own.dim() == 1 else own.view(-1)

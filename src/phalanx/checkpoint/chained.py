@@ -69,9 +69,8 @@ class Chained(Observer):
         self._engine = engine
         done = engine.run_state.steps
         try:
-            pairs = (
-                len(self._definition.rounds.every) * self._definition.replicas + len(self._definition.phases or ()) * 3
-            )
+            phases, rounds = self._definition.phases or (), self._definition.rounds
+            pairs = len(rounds.every) * self._definition.replicas + len(phases) * 3
             missed = missing(self._directory.root / CHAIN, engine.run_state.kept)
             self._chain = ChainFile(self._directory.root / CHAIN, done - len(missed), pairs)
             for report in missed:
@@ -183,7 +182,10 @@ class Behaviour:
             if links.first <= step < len(links):
                 self.link = links[step]
             elif links.first < step == len(links):
-                self.replica = _kept(root, step, links.root)
+                with contextlib.suppress(*MALFORMED):
+                    saved = json.loads(files.read(root / NEXT))
+                    if (saved["step"], saved["link"]) == (step, links.root):
+                        self.replica = dict(saved["replica"])
 
     def of_replica(self, now: dict[str, Any]) -> str:
         """How a replica that was computed now differs from the earlier run's, in words."""
@@ -202,14 +204,6 @@ class Behaviour:
         """Whether the caller brought another batch for the step, so that it cannot be compared."""
         assert self.link is not None, "who asks has looked"
         return samples.startswith(BROUGHT) and samples != self.link.get("samples")
-
-
-def _kept(root: pathlib.Path, step: int, link: str) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, *MALFORMED):
-        saved = json.loads(files.read(root / NEXT))
-        if (saved["step"], saved["link"]) == (step, link):
-            return dict(saved["replica"])
-    return None
 
 
 def fields_of(report: StepReport, definition: Definition, brought: str = "") -> dict[str, Any]:
@@ -232,6 +226,12 @@ def brought_as(batch: Any) -> str:
     """A hash of what the caller or a stream brought for a step."""
     return batch.hash[:SAMPLES] if isinstance(batch, Drawn) else BROUGHT + hashed(batch).hex()[:SAMPLES]
 
+
+def leaves_of(captured: Captured) -> dict[str, str]:
+    """A hash of each tensor of a state, by name: parameters, buffers, optimizer state; as snapshots have them, too."""
+    return {name: leaf(tensor) for name, tensor in tensors_of(captured.weights, captured.training).items()}
+
+
 def leaves_now(engine: Engine) -> dict[str, str]:
     """The same of the state that an engine has."""
     captured = engine.capture()
@@ -239,12 +239,6 @@ def leaves_now(engine: Engine) -> dict[str, str]:
         return leaves_of(captured)
     finally:
         captured.release()
-
-
-
-def leaves_of(captured: Captured) -> dict[str, str]:
-    """A hash of each tensor of a state, by name: parameters, buffers, optimizer state; as snapshots have them, too."""
-    return {name: leaf(tensor) for name, tensor in tensors_of(captured.weights, captured.training).items()}
 
 
 _HERE: weakref.WeakValueDictionary[str, Definition] = weakref.WeakValueDictionary()

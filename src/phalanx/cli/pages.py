@@ -186,7 +186,9 @@ def page(histories: Sequence[History]) -> str:
     names = ", ".join(history.name for history in histories)
     title = html.escape(names if len(histories) <= MOST_BESIDE else f"{len(histories)} runs")
     rows, best = _rows(histories), best_of(histories)
-    parts = [f"<h1>phalanx: {title}</h1>", _table(short(rows), best) if len(rows) > 1 else "", _picture(histories)]
+    deaths = [[line["step"] for line in one.events if line.get("event") in ("death", "lost")] for one in histories]
+    picture = svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))
+    parts = [f"<h1>phalanx: {title}</h1>", _table(short(rows), best) if len(rows) > 1 else "", f"<div>{picture}</div>"]
     parts += [_table(lines(rows))]
     for history in histories:
         name = html.escape(history.name)
@@ -242,11 +244,6 @@ def _table(rows: Any, best: int | None = None) -> str:
     marks = (' class="best"' if best is not None and number == best + 1 else "" for number in itertools.count())
     inside = "".join(f"<tr{mark}>{row}</tr>" for row, mark in zip(cells, marks, strict=False))
     return f"<div><table>{inside}</table></div>"
-
-
-def _picture(histories: Sequence[History]) -> str:
-    deaths = [[line["step"] for line in one.events if line.get("event") in ("death", "lost")] for one in histories]
-    return f"<div>{svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))}</div>"
 
 
 def _number(value: Any) -> str:

@@ -20,7 +20,6 @@ from phalanx.cli.common import Arguments, File, Json, load_recipe, show, writing
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof import check as checked
 from phalanx.proof.diff import diff as compare
-from phalanx.proof.difference import Difference
 from phalanx.proof.replay import replay
 from phalanx.proof.sides import side
 from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, claim_of, verify
@@ -49,7 +48,8 @@ def diff(
     with _untold():
         recipes = _recipe_of(a), _recipe_of(b)
         difference = compare(a, b, recipes=recipes, operations=ops)
-    typer.echo(json.dumps(_as_facts(difference)) if json_ else str(difference or "the same"))
+    facts = {} if difference is None else {**dataclasses.asdict(difference), "text": str(difference)}
+    typer.echo(json.dumps({"same": difference is None, **facts}) if json_ else str(difference or "the same"))
     if difference is not None:
         raise typer.Exit(1)
 
@@ -209,10 +209,3 @@ def _range(steps: str) -> tuple[int, int] | None:
     if not colon or not first.isdigit() or not last.isdigit():
         raise UsageError(f"--steps is {steps!r}; give two numbers, as in 100:200")
     return int(first), int(last)
-
-
-def _as_facts(difference: Difference | None) -> dict[str, Any]:
-    """A difference as JSON values."""
-    if difference is None:
-        return {"same": True}
-    return {"same": False, **dataclasses.asdict(difference), "text": str(difference)}

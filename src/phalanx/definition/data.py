@@ -53,7 +53,7 @@ class Share:
         """
         bounds = [(start, end) for start, end in share_bounds(len(self.samples), parts) if start < end]
         whole = None if self.collated else self.read(self.samples)
-        pieces = [self.read if whole is None else functools.partial(_read_already, whole[a:b]) for a, b in bounds]
+        pieces = [self.read if whole is None else lambda _, part=whole[a:b]: part for a, b in bounds]
         return [
             replace(self, samples=self.samples[start:end], read=read)
             for (start, end), read in zip(bounds, pieces, strict=True)
@@ -178,10 +178,6 @@ def spelled(error: Exception) -> str:
     """What an error says, and which sample was being read, or what output and target were."""
     notes: list[str] = getattr(error, "__notes__", [])
     return f"{error}{next((f' ({note})' for note in notes if note.startswith((READING, checks.GIVEN))), '')}"
-
-
-def _read_already(samples: Any, _: Indices) -> Any:
-    return samples
 
 
 def content(array: Any) -> tuple[str, tuple[int, ...], bytes]:

@@ -139,7 +139,8 @@ class Folded:
 
     def see(self, output: Any, target: Any, home: Home) -> Any:
         """The state of a fresh metric after this chunk."""
-        fresh = self._fresh()
+        fresh = copy.deepcopy(self._metric)
+        fresh.reset()
         fresh.update(_at_home(output, home), _at_home(target, home))
         return fresh
 
@@ -153,11 +154,6 @@ class Folded:
         for reading in readings[1:]:
             _merge(total, reading)
         return _numbers(total.compute())
-
-    def _fresh(self) -> Any:
-        metric = copy.deepcopy(self._metric)
-        metric.reset()
-        return metric
 
 
 def _merge(total: Any, other: Any) -> None:

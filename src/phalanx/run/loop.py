@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.data import spelled
@@ -22,8 +22,6 @@ from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
 from phalanx.surroundings import interrupts
-
-T = TypeVar("T")
 
 
 class Again(NamedTuple):
