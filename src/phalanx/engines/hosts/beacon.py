@@ -193,8 +193,7 @@ class Beacon:
                 for rank, peer in self.peers.items()
                 if rank in self.members and rank not in alive
             }
-            ended = [rank for rank in lost if self.ended(rank)]
-            if self.tell({"alive": alive, "lost": lost, "ended": ended}):
+            if self.tell({"alive": alive, "lost": lost, "ended": [rank for rank in lost if self.ended(rank)]}):
                 self.told = alive
 
     def tell(self, thing: dict[str, Any]) -> bool:

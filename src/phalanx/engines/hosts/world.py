@@ -120,10 +120,9 @@ class World:
                     raise UsageError(_differing(rank, self.rank, name, theirs.get(name), mine[name]))
             for name, value in mine["doubts"].items():
                 if theirs["doubts"].get(name, value) != value:
-                    other = theirs["doubts"][name]
                     warn(
-                        f"{name} is {value} in process {self.rank}, and {other} in process {rank}; if it decides the "
-                        "answer, that depends on who computes what"
+                        f"{name} is {value} in process {self.rank}, and {theirs['doubts'][name]} in process {rank}; "
+                        "if it decides the answer, that depends on who computes what"
                     )
         self._connect(self.seconds)
         self.members.begin(self.run, 0, {rank: item["place"] for rank, item in enumerate(everybody)})
@@ -227,8 +226,7 @@ class World:
         self._interface = LOOPBACK if together else towards(self._tcp[0])
         if self._gloo is not None:
             self._gloo.close()
-        store = c10d.PrefixStore("callers", self._store)
-        facts = store, self.rank, self.size, seconds, self._interface, self.check
+        facts = c10d.PrefixStore("callers", self._store), self.rank, self.size, seconds, self._interface, self.check
         self._gloo = apart(functools.partial(Gloo, *facts), self.check)
 
     def check(self) -> None:
