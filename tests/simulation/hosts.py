@@ -202,7 +202,7 @@ class Simulation(Observer):
         self.net, self.states = Net(self.schedule), sequence(steps)
         self.lives = [-1] * size
         self.runs, self.told, self.ends = {}, {}, {}  # by process: what it has, the steps it was told, how it ended
-        self.calm = {}  # by process that ended by an error: which members could have gone on then
+        self.wrong = {}  # by process that ended by an error: members that were well, so that it need not have
         self.leaving, self.victims = set(), set()
         self.troubles = {}  # when something befell a host, or a link, last
         self.definition = SimpleNamespace(
@@ -253,7 +253,7 @@ class Simulation(Observer):
             self.steps_of(process, run)
         except PhalanxError as error:
             self.ends[process] = error
-            self.calm[process] = self.calm_groups(process)
+            self.wrong[process] = self.wrongly_lost(process)
         for each in [process, *self.processes(process.rank, "worker")]:  # its threads and workers end with it
             self.schedule.kill(each)
 
@@ -276,22 +276,25 @@ class Simulation(Observer):
     def happened(self, incident):
         """Nothing is to be done."""
 
-    def calm_groups(self, process):
-        """The largest quorums of the last members whose hosts live, and hear each other, for a while now."""
-        mine, groups = self.runs[process].world, []
+    def wrongly_lost(self, process):
+        """So many members that may go on with this one, all well for a while, while no others could go on instead."""
+        mine = self.runs[process].world
         ranks = mine.members.ranks if mine else []
-        here = [rank for rank in ranks if self.well(rank) and (rank == process.rank or self.takes_part(rank, mine))]
-        for size in range(len(here), 0, -1):
-            for some in itertools.combinations(here, size):
-                linked = all(self.well(*pair) for pair in itertools.combinations(some, 2))
-                if linked and quorum(ranks, some) and not any(set(some) < set(group) for group in groups):
-                    groups.append(some)
-        return groups
+        if not ranks:
+            return None
+        here = [rank for rank in ranks if rank == process.rank or self.takes_part(rank, mine)]
+        sets = [set(some) for size in range(len(here) + 1) for some in itertools.combinations(here, size)]
+        able = [some for some in sets if quorum(ranks, some) and not self.net.cut & set(itertools.permutations(some, 2))]
+        others = [some | {process.rank} for some in able if process.rank not in some]
+        if any(not self.well(some) for some in others):  # they could not hear this one
+            return None
+        return next((some for some in able if process.rank in some and self.well(some)), None)
 
-    def well(self, *what):
-        """Whether nothing befell a host or a link lately, and the link is whole."""
-        whole = not {what, what[::-1]} & (self.net.cut | self.net.slow)
-        return whole and self.schedule.now - self.troubles.get(what, -CALM) >= CALM
+    def well(self, ranks):
+        """Whether nothing befell these hosts, and the links between them, for a while."""
+        things = [(rank,) for rank in ranks] + list(itertools.permutations(ranks, 2))
+        calm = self.schedule.now - max(self.troubles.get(thing, -CALM) for thing in things) >= CALM
+        return calm and not set(things) & (self.net.cut | self.net.slow)
 
     def takes_part(self, rank, mine):
         """Whether the process of a host lives, in the same run."""

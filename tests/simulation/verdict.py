@@ -47,11 +47,13 @@ def check_end(simulation, process):
     elif end == "left":
         assert process in simulation.leaving, f"{process} left by itself"
     else:
-        early = run.engine is None and isinstance(end, RunError)
+        begun = [each for each, other in simulation.runs.items() if other.engine is not None]
+        unready = [each for each in simulation.ends if each not in begun]
+        told_so = any(f"process {each.rank}" in str(end) and "left the run" in str(end) for each in unready)
+        early = isinstance(end, RunError) and (process not in begun or told_so)
         assert early or isinstance(end, PeersLostError), f"{process} ended by {end!r}"
-        groups = simulation.calm[process]
-        alone = groups and all(process.rank in group for group in groups)
-        assert early or not alone, f"{process} ended by {end!r}, although {groups} were well"
+        well = simulation.wrong[process]
+        assert early or not well, f"{process} ended by {end!r}, although {well} were well"
 
 
 def check_one_side(one, other):
