@@ -241,7 +241,7 @@ class Simulation(Observer):
 
     def train(self, process):
         """What a caller does: as ``Recipe.train``."""
-        self.told[process], run = [], SimpleNamespace(world=None, engine=None, framework=Framework())
+        self.told[process], run = [], SimpleNamespace(world=None, engine=None, begun=float("inf"), framework=Framework())
         self.runs[process] = run
         self.schedule.wait(seconds=IMPORT if process.life else 0)
         try:
@@ -250,6 +250,7 @@ class Simulation(Observer):
                 undo.push(run.world.failed)
                 run.engine = driver.open_distributed(self.definition, None, (), (0,), run.world, lambda _: RunState())
                 undo.pop_all()
+            run.begun = self.schedule.now
             self.steps_of(process, run)
         except PhalanxError as error:
             self.ends[process] = error
@@ -278,10 +279,10 @@ class Simulation(Observer):
 
     def wrongly_lost(self, process):
         """So many members that may go on with this one, all well for a while, while no others could go on instead."""
-        mine = self.runs[process].world
-        ranks = mine.members.ranks if mine else []
-        if not ranks:
+        mine = self.runs[process]
+        if mine.engine is None:
             return None
+        ranks = mine.world.members.ranks
         here = [rank for rank in ranks if rank == process.rank or self.takes_part(rank, mine)]
         sets = [set(some) for size in range(len(here) + 1) for some in itertools.combinations(here, size)]
         able = [some for some in sets if quorum(ranks, some) and not self.net.cut & set(itertools.permutations(some, 2))]
@@ -291,16 +292,22 @@ class Simulation(Observer):
         return next((some for some in able if process.rank in some and self.well(some)), None)
 
     def well(self, ranks):
-        """Whether nothing befell these hosts, and the links between them, for a while."""
+        """Whether nothing befell these hosts, and the links between them, for a while, and they began together."""
         things = [(rank,) for rank in ranks] + list(itertools.permutations(ranks, 2))
         calm = self.schedule.now - max(self.troubles.get(thing, -CALM) for thing in things) >= CALM
-        return calm and not set(things) & (self.net.cut | self.net.slow)
+        begun = [self.runs[Process(rank, self.lives[rank])].begun for rank in ranks]
+        together = max(begun) - min(begun) < LOST_AFTER / 2 or self.schedule.now - max(begun) >= CALM
+        return calm and together and not set(things) & (self.net.cut | self.net.slow)
 
     def takes_part(self, rank, mine):
-        """Whether the process of a host lives, in the same run."""
-        pair, run = self.processes(rank, "caller", "beacon"), self.runs[Process(rank, self.lives[rank])]
-        moving = [each for each in pair if not self.schedule.frozen(each) and each.life == self.lives[rank]]
-        return len(moving) == 2 and run.world is not None and run.world.members.run == mine.members.run
+        """Whether the process of a host is in the same run, and lives or has done it."""
+        process = Process(rank, self.lives[rank])
+        run = self.runs.get(process)
+        if run is None or run.world is None or run.world.members.run != mine.world.members.run:
+            return False
+        parts = [each for each in self.processes(rank, "caller", "beacon") if each.life == process.life]
+        moving = process in parts and not any(map(self.schedule.frozen, parts))
+        return moving or self.ends.get(process) == "done"
 
     def surroundings(self):
         return self.schedule.process.rank, self.size, address_of(0), PORT

@@ -60,10 +60,11 @@ def check_one_side(one, other):
     """All members of an incarnation take the same for the next one, and only a quorum of them goes on."""
     if one is None or other is None or one.members.run != other.members.run:
         return
-    for number, chosen in one.members._past.items():
-        same = other.members._past.get(number, chosen)
+    pasts = [{number: chosen for number, chosen in each.members._past.items() if chosen} for each in (one, other)]
+    for number, chosen in pasts[0].items():
+        same = pasts[1].get(number, chosen)
         assert same == chosen, f"two sides go on: {chosen} and {same}"
-        before = one.members._past.get(number - 1)
+        before = pasts[0].get(number - 1)
         if before is not None:
             stay = set(chosen["places"]) - set(map(str, chosen["joined"]))
             assert quorum(sorted(map(int, before["places"])), set(map(int, stay))), f"{stay} of {before} went on"
