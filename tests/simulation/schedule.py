@@ -132,6 +132,24 @@ class Schedule:
         """Something happens by itself at this moment, so somebody may be ready then."""
         heapq.heappush(self._moments, moment)
 
+    def pause(self) -> None:
+        """By an actor: others may act here. Without a decision it goes on itself."""
+        self.check()
+        self.actions += 1
+        if self.actions not in self.script and not self._drawn():
+            if self.actions > MOST_ACTIONS:
+                raise Stuck(f"no end after {self.actions} actions")
+            return
+        actor = self._current
+        assert actor is not None
+        actor.ready, actor.until = None, self.now
+        self._strike_planned()
+        self.check()
+        if self._pass_on(actor, stay=True):
+            actor.turn.acquire()
+        self._current = actor
+        self.check()
+
     def check(self) -> None:
         """Raise in an actor whose process is dead."""
         if self._current is not None and self._current.process in self._dead:
@@ -186,11 +204,11 @@ class Schedule:
         actor.turn.release()
         actor.gone.acquire()
 
-    def _pass_on(self, giver: Actor | None) -> bool:
-        """Let the next one act, or the run end; returns whether ``giver`` has to wait."""
+    def _pass_on(self, giver: Actor | None, *, stay: bool = False) -> bool:
+        """Let the next one act, or the run end; returns whether ``giver`` has to wait. ``stay``: it comes first."""
         chosen = None
         with contextlib.suppress(Stuck):
-            chosen = self._chosen() if self._error is None else None
+            chosen = self._chosen(stay) if self._error is None else None
         if chosen is None:
             self._home.release()
         elif chosen is not giver:
@@ -200,18 +218,31 @@ class Schedule:
     def _befall(self) -> None:
         """Do the faults that come now."""
         self.actions += 1
-        planned = self.script.get(self.actions)
-        if planned is None and self._random is not None and self._draw is not None:
-            planned = self._draw(self._random, self)
-        if planned is not None and planned[0] != "turn":
-            self.script[self.actions] = planned
-            if self._strike(*planned):
-                self.struck.append((self.actions, planned))
+        if self.actions not in self.script:
+            self._drawn()
+        self._strike_planned()
 
-    def _chosen(self) -> Actor | None:
+    def _drawn(self) -> bool:
+        """Whether a decision was drawn for this action; it is in the script then."""
+        draw = self._random
+        if draw is None:
+            return False
+        planned = None if self._draw is None else self._draw(draw, self)
+        if planned is None and draw.random() < self._restless:
+            planned = ("turn", draw.randrange(1, 1 + len(self._actors)))
+        if planned is not None:
+            self.script[self.actions] = planned
+        return planned is not None
+
+    def _strike_planned(self) -> None:
+        planned = self.script.get(self.actions)
+        if planned is not None and planned[0] != "turn" and self._strike(*planned):
+            self.struck.append((self.actions, planned))
+
+    def _chosen(self, stay: bool) -> Actor | None:
         """Who acts next; None if all have ended."""
         try:
-            able = self._able()
+            able = self._able(stay)
         except Stuck as error:
             self._error = error
             raise
@@ -219,15 +250,11 @@ class Schedule:
             return None
         planned = self.script.get(self.actions)
         passed = planned[1] if planned is not None and planned[0] == "turn" else 0
-        if planned is None and self._random is not None and self._random.random() < self._restless:
-            passed = self._random.randrange(len(able))
-            if passed:
-                self.script[self.actions] = ("turn", passed)
         chosen = able[passed % len(able)]
         self._last = self._actors.index(chosen)
         return chosen
 
-    def _able(self) -> list[Actor]:
+    def _able(self, stay: bool) -> list[Actor]:
         """Who can act, the one whose turn it is first; time passes until there is one."""
         if self.actions > MOST_ACTIONS:
             raise Stuck(f"no end after {self.actions} actions")
@@ -236,7 +263,7 @@ class Schedule:
             moving = [each for each in here if each.process not in self._frozen]
             able = [each for each in moving if self._may(each)]
             if able:
-                turn = self._last
+                turn = self._last - stay
                 return sorted(able, key=lambda each: (self._actors.index(each) <= turn, self._actors.index(each)))
             if not here:
                 return []
