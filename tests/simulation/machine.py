@@ -12,6 +12,8 @@ import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy
+
 from phalanx.plan.fold import fold_values
 from phalanx.seams.records import Captured, Computed
 from phalanx.shared.layout import WORD, Contents, Spec, StatePiece, lay_out
@@ -110,10 +112,11 @@ def added_into(left, right, home):
 class Machine:
     """Implements ``seams.Framework``, ``Sharing``, ``SharedState``, ``Arithmetic`` and ``Arrays`` in one."""
 
-    name, portable, direct = "machine", True, True
+    name, direct = "machine", True
     devices, averaging, following, lanes = (), None, None, None
 
-    def __init__(self):
+    def __init__(self, host):
+        self.portable, self._raises = host.portable, host.raises
         self.sharing = self.arithmetic = self.arrays = self
         self.opened, self.environment = None, contextlib.nullcontext()
         self.state = State()
@@ -130,6 +133,8 @@ class Machine:
 
     def gradients(self, todo, watch=None):
         for one in todo:
+            if (one.share.step, one.replica) == self._raises:
+                raise ValueError("planted")
             weights, start = [list(weight) for weight in self.state.weights], self.starts[0]
             loss, gradient, left = computed(one.share.step, one.replica, weights, list(start))
             placed = list(map(put, gradient, self._homes))
@@ -216,4 +221,6 @@ class Dealer:
         self._replicas = definition.replicas
 
     def planned(self, step):
-        return [SimpleNamespace(samples=(replica,), step=step) for replica in range(self._replicas)]
+        return [SimpleNamespace(samples=numpy.array([replica]), step=step) for replica in range(self._replicas)]
+
+    brought = planned

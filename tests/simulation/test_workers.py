@@ -27,6 +27,7 @@ class Case:
     options: dict = field(default_factory=dict)
     kills: float = 0.0
     late: float = 0.0
+    freezes: float = 0.0
 
     def draw(self, rng, schedule):
         """A fault, or None. Soon after a late access others act, as they may see that it is late."""
@@ -34,8 +35,10 @@ class Case:
         if struck and schedule.actions - struck[-1][0] < 5 and drawn < 0.2:
             return "turn", rng.randrange(1, 4)
         if drawn < self.kills:
-            return "kill", rng.randrange(self.options.get("workers", 2))
-        return ("late", rng.randrange(1, 60)) if drawn < self.kills + self.late else None
+            return "kill", rng.randrange(self.options["workers"])
+        if drawn < self.kills + self.freezes:
+            return "freeze", rng.randrange(self.options["workers"])
+        return ("late", rng.randrange(1, 60)) if drawn > 1 - self.late else None
 
 
 def drawn_case(seed):
@@ -51,7 +54,12 @@ def drawn_case(seed):
         "restless": rng.choice([0.0, 0.01, 0.05, 0.2]),
         "hasty": rng.random() < 0.3,
     }
-    return Case(options, rng.choice([0.0, 0.0005, 0.002]), rng.choice([0.0, 0.01, 0.05]))
+    steps, replicas = options["steps"], options["replicas"]
+    options["brought"] = rng.choice([(), (), (steps - 1,), range(steps)])
+    options["raises"] = rng.choice([None, None, None, (rng.randrange(steps), rng.randrange(replicas))])
+    options["leaves"] = rng.choice([None, None, None, rng.randrange(steps)])
+    options["portable"], options["most"] = rng.random() < 0.9, rng.choice([10, 10, 2])
+    return Case(options, rng.choice([0.0, 0.0005, 0.002]), rng.choice([0.0, 0.01, 0.05]), rng.choice([0, 0, 0.0003]))
 
 
 def fails(script, case, seed=None):

@@ -1,8 +1,8 @@
 """A simulated host: the real engine, supervisor, pool and workers over simulated processes, memory, kernel and time.
 
 Real: ``engines.processes`` (driver, pool, link, worker), ``engines.recovery``, ``plan.lifecycle``, ``step``,
-``shared.counters``, ``shared.state`` and ``shared.layout``. Simulated: processes, channels, ``poll``, clocks, memory and
-the order in which it is seen, how recipes travel. A machine of whole numbers stands for a framework and its data.
+``shared.counters``, ``shared.state`` and ``shared.layout``. Simulated: processes, channels, ``poll``, clocks, memory
+and the order in which it is seen, how recipes travel. A machine of whole numbers stands for a framework and its data.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import numpy
 from phalanx.engines.processes import driver, pool, worker
 from phalanx.engines.recovery import failures, supervisor
 from phalanx.engines.recovery.failures import Deadline
+from phalanx.errors import RunError, WorkerError
 from phalanx.plan import Rounds
 from phalanx.plan.fold import place
+from phalanx.plan.lifecycle import OWN
 from phalanx.seams.records import RunState
 from phalanx.shared import counters, layout, state
 from tests.simulation.machine import Dealer, Machine, sequence
@@ -48,18 +50,30 @@ class Host:
         After which steps the caller takes a snapshot, which it reads two steps later.
     hasty : bool
         Whether the caller's waits end at once, so that it looks at the counters again and again.
+    most : int
+        Deaths in a row at one place that end the run.
+    brought : sequence of int
+        Steps whose batch the caller brings.
+    raises : (int, int), optional
+        A step and a replica that raises.
+    leaves : int, optional
+        After how many steps the caller breaks the run off.
+    portable : bool
+        Whether the first worker keeps no part of the state to itself.
     """
 
     def __init__(
         self, script, seed=None, draw=None, *, workers=2, replicas=3, steps=3, weak=False, share=2.0, captures=(),
-        restless=0.05, most=10, hasty=False,
+        restless=0.05, most=10, hasty=False, brought=(), raises=None, portable=True, leaves=None,
     ):  # fmt: skip
         self.schedule = Schedule(script, self.strike, seed, draw, restless)
         self.words = Words(self.schedule, weak=weak)
         self.count, self.replicas, self.steps, self.captures = workers, replicas, steps, captures
         self.share, self.most, self.poll = share, most, -1 if hasty else 1000 * POLL
         self.tokens, self.births = itertools.count(), itertools.count()
-        self.held = None  # a snapshot that the caller reads
+        self.leaves = leaves
+        self.brought, self.raises, self.portable = brought, raises, portable
+        self.held = self.error = None  # a snapshot that the caller reads; why the run ended early
         self.workers, self.readable = {}, {}  # the newest process of each; descriptors
         self.spans, self.kills, self.frozen, self.finished = {}, 0, 0, False
 
@@ -89,6 +103,8 @@ class Host:
         if kind == "kill":
             self.kills += 1
             self.kill(process)
+        elif self.poll < 0:  # the caller never waits, so no time passes
+            return False
         else:
             self.frozen += 1
             self.schedule.freeze(process)
@@ -115,27 +131,53 @@ class Host:
         definition = SimpleNamespace(
             replicas=self.replicas, rounds=Rounds(), phases=None, micro_batches=1, updates=self.steps, seed=0,
             on_nonfinite="stop", source=None, epoch_of=lambda step: 0,
-            plan=SimpleNamespace(shares=lambda step: [numpy.array([each]) for each in range(self.replicas)]),
+            plan=SimpleNamespace(shares=lambda _: [numpy.array([each]) for each in range(self.replicas)]),
         )  # fmt: skip
-        self.framework, run_state = Machine(), RunState(max_failures=self.most, allow=None)
+        self.framework, self.run_state = Machine(self), RunState(max_failures=self.most, allow=None)
         placed = place(self.replicas, self.count)
-        engine = driver.Processes(definition, self.framework, placed, run_state, Deadline(DEADLINE))
+        engine = driver.Processes(definition, self.framework, placed, self.run_state, Deadline(DEADLINE))
         states, reports = sequence(self.replicas, self.steps)
-        for told in range(self.steps):
-            report = run_state.unseen.popleft() if run_state.unseen else engine.advance(None, self.steps)
-            self._check_report(told, report, reports[told])
+        try:
+            self._do_steps(engine, states, reports)
+        except RunError as error:
+            self._check_error(error)
+        else:
+            assert self.raises is None or self.leaves is not None
+        self._release(states)
+        (engine.close if self.leaves is None else engine.break_off)()
+        if engine.lost:
+            assert self._may_be_lost, engine.ended
+        else:
+            check_state(self.framework.state, states[len(self.run_state.loss_history)])
+        late = POLL + self.frozen * (2 * DEADLINE)
+        assert self.schedule.now < late, f"somebody was not woken: it took {self.schedule.now} s"
+        self.finished = True
+
+    def _do_steps(self, engine, states, reports):
+        unseen = self.run_state.unseen
+        for told in range(self.steps if self.leaves is None else self.leaves):
+            ahead = min([step for step in self.brought if step > told], default=self.steps)
+            batch = told if told in self.brought else None
+            self._check_report(told, unseen.popleft() if unseen else engine.advance(batch, ahead), reports[told])
             if self.held is not None and (self.held[0] < told or told in self.captures):
                 self._release(states)
             if told in self.captures:
                 captured = engine.capture()
-                self.held = run_state.steps, captured
-        self._release(states)
-        engine.close()
-        assert not engine.lost, engine.ended
-        check_state(self.framework.state, states[self.steps])
-        late = POLL + self.frozen * (2 * DEADLINE)
-        assert self.schedule.now < late, f"somebody was not woken: it took {self.schedule.now} s"
-        self.finished = True
+                self.held = len(self.run_state.loss_history), captured
+
+    @property
+    def _may_be_lost(self):
+        """Whether the table of recovery allows an end: for a state that only one had, or for deaths in a row."""
+        deaths = self.kills + self.frozen
+        return deaths >= 1 if self.leaves is not None or not self.portable else deaths >= min(OWN, self.most)
+
+    def _check_error(self, error):
+        """The run may end by what a replica raised, or where the table of recovery says so."""
+        self.error = error
+        if isinstance(error, WorkerError):
+            assert (error.step, error.replica) == self.raises == (len(self.run_state.loss_history), error.replica)
+        else:
+            assert self._may_be_lost, error
 
     def _release(self, states):
         """What the caller has held of a snapshot must be as it was when it was taken."""
@@ -294,14 +336,14 @@ REPLACED = {
         **ORDERED, "os": SYSTEM, "time": CLOCK, "warnings": SimpleNamespace(), "signal": SimpleNamespace(
             SIGINT=2, signal=lambda *_: None), "Memory": lambda _, fd: fd, "DriverChannel": lambda channel: channel,
         "unpack": unpack, "adopt_environment": lambda _: None, "starting": contextlib.nullcontext,
-        "unpacked": lambda setup: setup["definition"], "open_framework": lambda *_, **__: Machine(),
+        "unpacked": lambda setup: setup["definition"], "open_framework": lambda *_, **__: Machine(HOST[0]),
         "give_back": lambda: None, "BatchShares": Dealer, "IDLE_YIELDS": 2,
     },
     pool: {
         **ORDERED, "time": CLOCK, "select": SimpleNamespace(poll=Poller, POLLIN=1), "WorkerHandle": Handle,
         "Output": Quiet,
     },
-    failures: {"time": CLOCK},
+    failures: {"time": CLOCK, "STARTING": DEADLINE, "BatchShares": Dealer},
     supervisor: {"pack": pack},
     driver: {
         "Memory": lambda _: Memory(HOST[0].words, next(HOST[0].tokens)), "check_room": lambda *_: None,
