@@ -355,6 +355,7 @@ USUAL = {"granted": range(3, 9), "done": 3, "due": 2, "kept": 1, "repair": None,
         ([(3, C, False, False)], {"repair": Repair(Action.RESUME, 3)}, (Action.RESUME, 3, -1)),
         ([(2, C, False, False)], {}, (Action.DO_AGAIN, 2, -1)),
         ([(3, C, False, False)], {}, (Action.GO_ON, 3, -1)),
+        ([(3, D, False, False), (4, C, False, False)], {}, (Action.RESUME, 4, -1)),
     ],
 )
 def test_decisions(places, changes, decision):

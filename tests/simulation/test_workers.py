@@ -178,6 +178,14 @@ def test_a_death_at_every_action_and_two(case, every):
     assert kills > 1.4 * runs
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_run_that_is_broken_off_in_the_last_barrier_of_a_step(workers):
+    """Some have passed it and others leave there: the step is done, and counts, as its weights are in the state."""
+    options = {"workers": workers, "leaves": 2, "hasty": True, "restless": 0.02}
+    assert fails({}, Case(options))[0] is None  # failed with two workers when nobody was told that it was done
+    campaign(range(60), Case(options))
+
+
 def wait_blindly(barrier, other, mine):
     """A barrier that does not look for trouble."""
     while other.arrived < mine:

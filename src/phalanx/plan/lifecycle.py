@@ -116,7 +116,7 @@ class Standing(Enum):
     WAITING = auto()  # they wait, or will, at the barrier before gradients are exchanged, for those that died
     AT_WORK = auto()  # they work on what was granted
     GOING_BACK = auto()  # they are idle; going back to a snapshot was broken off
-    RESUMING = auto()  # they are idle; being told where to go on was broken off
+    RESUMING = auto()  # they are idle, and not all have been told where to go on
     TORN = auto()  # they are idle; an update broke off, so the state is that of no step
     BEHIND = auto()  # they are idle; steps that had been finished were lost with the state after them
     WHOLE = auto()  # they are idle, with the state after the last finished step
@@ -276,7 +276,8 @@ def stands(run: Situation, verdict: Verdict) -> Standing:
         return Standing.GOING_BACK if run.repair.action is Action.GO_BACK else Standing.RESUMING
     if verdict.torn and (fallen or run.portable):  # if none died, an optimizer raised, and only torch's own can go back
         return Standing.TORN
-    return Standing.BEHIND if verdict.step < run.done else Standing.WHOLE
+    # Done by some who went on from its last barrier, while others were made to leave there: not all know that.
+    return S.BEHIND if verdict.step < run.done else S.RESUMING if verdict.step > run.done else S.WHOLE
 
 
 class Cause(Enum):
