@@ -102,11 +102,11 @@ def test_workers_that_die_and_see_memory_late():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(4))
 def test_many_schedules(part):
     """The same, for longer."""
-    first = SEED * 1_000_000 + 1000 + part * 4000
-    campaign(range(first, first + 4000))
+    first = SEED * 1_000_000 + 1000 + part * 3000
+    campaign(range(first, first + 3000))
 
 
 def turns(every, actions=8000):
@@ -167,14 +167,13 @@ def test_a_death_and_two(case):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("every", [7, 1])
-@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_a_death_at_every_action_and_two(case, every):
-    """A death of every worker at every action of a round of turns; two at 4000 of all pairs."""
-    base = turns(every)
+@pytest.mark.parametrize("case", CASES[::2], ids=["two workers", "three workers"])
+def test_a_death_at_every_action_and_two(case):
+    """A death of every worker at every action of a round of turns; two at 2000 of all pairs."""
+    base = turns(7)
     runs, kills = struck(case, base, single(case, base, 1))
     assert kills > 0.9 * runs
-    runs, kills = struck(case, base, double(case, base, 4000))
+    runs, kills = struck(case, base, double(case, base, 2000))
     assert kills > 1.4 * runs
 
 
@@ -184,6 +183,17 @@ def test_a_run_that_is_broken_off_in_the_last_barrier_of_a_step(workers):
     options = {"workers": workers, "leaves": 2, "hasty": True, "restless": 0.02}
     assert fails({}, Case(options))[0] is None  # failed with two workers when nobody was told that it was done
     campaign(range(60), Case(options))
+
+
+def test_an_update_that_is_broken_off_is_not_called_whole():
+    """If only some updated, and the optimizer has state of its own, nobody can go back: the state is lost."""
+    options = {"workers": 2, "leaves": 1, "hasty": True, "restless": 0.05, "portable": False, "share": 2.0}
+    case, lost = Case(options), 0
+    for seed in range(60):
+        error, host = fails({}, case, seed)
+        assert error is None  # it was, when the state was called whole
+        lost += host.lost
+    assert lost
 
 
 def wait_blindly(barrier, other, mine):

@@ -145,6 +145,7 @@ class Host:
             assert self.raises is None or self.leaves is not None
         self._release(states)
         (engine.close if self.leaves is None else engine.break_off)()
+        self.lost = engine.lost
         if engine.lost:
             assert self._may_be_lost, engine.ended
         else:
@@ -167,9 +168,9 @@ class Host:
 
     @property
     def _may_be_lost(self):
-        """Whether the table of recovery allows an end: for a state that only one had, or for deaths in a row."""
-        deaths = self.kills + self.frozen
-        return deaths >= 1 if self.leaves is not None or not self.portable else deaths >= min(OWN, self.most)
+        """Whether the state may be lost: the deaths that allow it are none, one, or several in a row."""
+        breakable = (self.leaves is not None) + (not self.portable)
+        return self.kills + self.frozen >= (min(OWN, self.most), 1, 0)[breakable]
 
     def _check_error(self, error):
         """The run may end by what a replica raised, or where the table of recovery says so."""

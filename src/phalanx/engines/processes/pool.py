@@ -26,7 +26,7 @@ from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, e
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.recovery.failures import Deadline, FailureLog, Watch
 from phalanx.errors import LostError, StartError
-from phalanx.plan.lifecycle import Cause, Phase
+from phalanx.plan.lifecycle import Cause, Phase, judge
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
 from phalanx.shared.memory import Memory, fence, order
 from phalanx.surroundings import interrupts, presence
@@ -319,16 +319,17 @@ class WorkerPool:
         self.interrupted = False
 
     def break_off(self, seconds: float) -> bool:
-        """Have workers leave whatever they do; returns whether all did. After so many seconds the others are killed."""
+        """Have workers leave what they do, or kill them after some seconds; returns whether there is a whole state."""
         end = time.monotonic() + seconds
         self.counters.pause, self.counters.trouble = LEAVE, 1
         with interrupts.held():
             self.wait(lambda: self.counters.all_idle(self.alive) or time.monotonic() > end, LONG)
-            if self.counters.all_idle(self.alive) and not self._failures.dead:
-                return True
-            for handle in self._living():
+            # Who came last to a barrier passes it, though the others have left there: it may have updated its part.
+            torn = judge(self.counters.progress()).torn and not self._failures.portable
+            whole = self.counters.all_idle(self.alive) and not self._failures.dead and not torn
+            for handle in () if whole else self._living():
                 self._died(handle, ("was broken off", Cause.CALLER))
-        return False
+        return whole
 
     def wait(self, until: Callable[[], bool], steps: int) -> None:
         """Wait until ``until()``; ``steps``: how many finished steps are worth waking up for."""
