@@ -15,7 +15,7 @@ from phalanx.shared import counters
 from phalanx.shared.counters import Barrier, Counters
 from tests.sampling import SEED
 from tests.simulation.schedule import shortened, spelled
-from tests.simulation.workers import Host
+from tests.simulation.workers import CALLER, HOST, Host
 
 MOST_STEPS = 4
 
@@ -194,6 +194,23 @@ def test_an_update_that_is_broken_off_is_not_called_whole():
         assert error is None  # it was, when the state was called whole
         lost += host.lost
     assert lost
+
+
+def looked_late(self, workers=None, look=Counters.all_idle):
+    """Before the caller sees whether workers are idle, they do all that they can."""
+    if HOST[0].schedule.process == CALLER:
+        HOST[0].schedule.wait(seconds=1e-5)
+    return look(self, workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_that_come_to_rest_between_two_looks(workers):
+    """The caller sees that a step is not done, and then idle workers: they have done it, and no other is granted."""
+    case = Case({"workers": workers, "hasty": True, "restless": 0.02})
+    with mock.patch.object(Counters, "all_idle", looked_late):
+        campaign(range(40), case)
+    script = {357: ("turn", 1), 361: ("turn", 1), 434: ("turn", 1), 462: ("turn", 1), 552: ("turn", 1)}
+    assert fails(script, Case({"workers": 1, "steps": 2, "hasty": True}))[0] is None  # it did a third one
 
 
 def wait_blindly(barrier, other, mine):

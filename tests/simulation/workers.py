@@ -150,7 +150,7 @@ class Host:
             assert self._may_be_lost, engine.ended
         else:
             check_state(self.framework.state, states[len(self.run_state.loss_history)])
-        late = POLL + self.frozen * (2 * DEADLINE)
+        late = POLL + self.frozen * (3 * DEADLINE)
         assert self.schedule.now < late, f"somebody was not woken: it took {self.schedule.now} s"
         self.finished = True
 

@@ -253,7 +253,7 @@ class Processes:
         counters, idle = self.counters, self.counters.all_idle
         while counters.done == t:
             counters.horizon = min(horizon, t + RING)
-            if idle():
+            if idle() and counters.done == t:  # read after that: workers may just have done the step, and come to rest
                 if self._pool.told or counters.trouble:  # met just now, or while running ahead
                     self.supervisor.wait(idle, t)  # reads the messages
                     return
