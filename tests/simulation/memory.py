@@ -3,7 +3,8 @@
 Every access is a point at which others may act. A process sees its own writes at once. They become visible to the
 others later: in the order in which they were made (x86), or with ``weak`` in any order between two calls of ``order``
 (as ARM allows). With ``weak`` a read may also have been done earlier, as far back as the last ``order``. A word is
-written as a whole. Whatever a killed process has written becomes visible.
+written as a whole. Whatever a killed process has written becomes visible. ARM may also do a write before an earlier
+read; that is not simulated.
 
 Without a decision, everything is visible at once. ``("late", n)`` at an action makes this one access late: a write
 becomes visible ``n`` actions later, a read gives what was there up to ``n`` writes ago.

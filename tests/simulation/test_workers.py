@@ -1,6 +1,6 @@
 """Workers of one host die at any action, and see memory in any order that the platform allows: same bits, no wait.
 
-A failure prints a script. ``fails(script, case)`` replays it.
+A failure prints a script. ``fails(script, case)`` replays it. PHALANX_SEED chooses other schedules.
 """
 
 import random
@@ -96,9 +96,9 @@ def campaign(seeds, case=None):
 def test_workers_that_die_and_see_memory_late():
     """Random schedules, deaths and orders of memory: every report once and in order, every state as in one process."""
     first = SEED * 1_000_000
-    kills, late = campaign(range(first, first + 300))
-    assert kills > 200
-    assert late > 3000
+    kills, late = campaign(range(first, first + 200))
+    assert kills > 100
+    assert late > 2000
 
 
 @pytest.mark.long
@@ -160,9 +160,9 @@ def double(case, base, count):
 def test_a_death_and_two(case):
     """A death at some actions of a round of turns, and two at some pairs of actions."""
     base = turns(7)
-    runs, kills = struck(case, base, single(case, base, 41))
+    runs, kills = struck(case, base, single(case, base, 97))
     assert kills > 0.9 * runs
-    runs, kills = struck(case, base, double(case, base, 60))
+    runs, kills = struck(case, base, double(case, base, 30))
     assert kills > 1.4 * runs
 
 
