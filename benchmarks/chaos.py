@@ -126,8 +126,8 @@ def of_hosts(runs: list[falls.Campaign]) -> str:
     return f"""
 ## Hosts
 
-Three hosts in network namespaces, {len(runs)} runs, {sum(len(run.faults) for run in runs)} faults; {falls.LOST_AFTER:g} s
-until a silent host is lost. Hosts came back {sum(run.joined for run in runs)} times. Wrong digests:
+Three hosts in network namespaces, {len(runs)} runs, {sum(len(run.faults) for run in runs)} faults. A host that is
+silent for {falls.LOST_AFTER:g} s is lost. Hosts came back {sum(run.joined for run in runs)} times. Wrong digests:
 {sum(not run.right for run in runs)}. Problems: {"; ".join(problems) or "none"}.
 
 {table}
