@@ -91,6 +91,22 @@ def test_a_package_is_imported_once_for_all_workers_and_runs(packages):
     assert shown == ["made of heavy things", "['heavy', 'heavy.layers']"]
 
 
+def test_workers_do_not_import_the_compiler(packages):
+    """An optimizer that is built would import torch's compiler in each worker, which takes longer than all else."""
+    shown = packages.run(
+        """
+        import sys
+        def noting(output, target):
+            with open(os.environ["NOTES"], "a") as file:
+                print("torch._dynamo" in sys.modules, os.getpid(), file=file)
+            return mse_loss(output, target)
+        recipe.replace(loss_fn=noting).train(workers=2, engine="processes")
+        print(set(notes()))
+        """
+    )
+    assert shown == ["{'False'}"]
+
+
 HARMFUL = {
     "starts a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()",
     "opens /dev/zero": "device = open('/dev/zero')",

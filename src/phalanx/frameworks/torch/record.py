@@ -83,7 +83,7 @@ class TorchRecord(Record):
         for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
             plain: Any = getattr(method, "__wrapped__", None)
             if plain is not None:
-                plain.__dynamo_disable = plain
+                setattr(plain, "__dynamo_disable", plain)
 
     def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
         """Entries of modules and optimizers of torch's."""
