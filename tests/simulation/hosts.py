@@ -29,8 +29,10 @@ IMPORT = 0.25  # seconds until a process that starts again asks for the others; 
 WAKE = 0.1  # between two looks of a caller at news
 SECONDS, LOST_AFTER = 4.0, 1.0  # as ``World`` takes them
 THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
+INFINITE = float("inf")
+MOST_ACTIONS = 20_000
 LONGEST = 120.0  # seconds until everybody has ended
-CALM = 3.0  # seconds without trouble after which nobody may be lost
+CALM = 5.0  # seconds without trouble after which nobody may be lost: as long as a connection takes, and a silence
 # Waits are longer here, so that there are fewer actions to strike at.
 COARSE = [
     (beacon, "BEATS", 4), (beacon, "FAREWELLS", 2), (beacon, "FAREWELL_SECONDS", 0.1), (members, "TICK_SECONDS", 0.2),
@@ -241,7 +243,7 @@ class Simulation(Observer):
 
     def train(self, process):
         """What a caller does: as ``Recipe.train``."""
-        self.told[process], run = [], SimpleNamespace(world=None, engine=None, begun=float("inf"), framework=Framework())
+        self.told[process], run = [], SimpleNamespace(world=None, engine=None, begun=INFINITE, ended=INFINITE, framework=Framework())
         self.runs[process] = run
         self.schedule.wait(seconds=IMPORT if process.life else 0)
         try:
@@ -255,6 +257,7 @@ class Simulation(Observer):
         except PhalanxError as error:
             self.ends[process] = error
             self.wrong[process] = self.wrongly_lost(process)
+        run.ended = self.schedule.now
         for each in [process, *self.processes(process.rank, "worker")]:  # its threads and workers end with it
             self.schedule.kill(each)
 
@@ -283,31 +286,38 @@ class Simulation(Observer):
         if mine.engine is None:
             return None
         ranks = mine.world.members.ranks
-        here = [rank for rank in ranks if rank == process.rank or self.takes_part(rank, mine)]
-        sets = [set(some) for size in range(len(here) + 1) for some in itertools.combinations(here, size)]
-        able = [some for some in sets if quorum(ranks, some) and not self.net.cut & set(itertools.permutations(some, 2))]
-        others = [some | {process.rank} for some in able if process.rank not in some]
-        if any(not self.well(some) for some in others):  # they could not hear this one
-            return None
-        return next((some for some in able if process.rank in some and self.well(some)), None)
+        sets = [set(some) for size in range(len(ranks) + 1) for some in itertools.combinations(ranks, size)]
+        apart = {link for link in self.net.cut if self.since(link) >= CALM}
+        able = [some for some in sets if quorum(ranks, some) and not apart & set(itertools.permutations(some, 2))]
+        for some in able:
+            instead = process.rank not in some and all(self.takes_part(rank, mine, CALM) for rank in some)
+            if instead and not self.well(some | {process.rank}):  # they could not hear this one
+                return None
+        with_me = [some for some in able if process.rank in some and self.well(some)]
+        return next((some for some in with_me if all(self.takes_part(rank, mine) for rank in some)), None)
 
     def well(self, ranks):
         """Whether nothing befell these hosts, and the links between them, for a while, and they began together."""
         things = [(rank,) for rank in ranks] + list(itertools.permutations(ranks, 2))
-        calm = self.schedule.now - max(self.troubles.get(thing, -CALM) for thing in things) >= CALM
+        calm = min(map(self.since, things)) >= CALM
         begun = [self.runs[Process(rank, self.lives[rank])].begun for rank in ranks]
         together = max(begun) - min(begun) < LOST_AFTER / 2 or self.schedule.now - max(begun) >= CALM
         return calm and together and not set(things) & (self.net.cut | self.net.slow)
 
-    def takes_part(self, rank, mine):
-        """Whether the process of a host is in the same run, and lives or has done it."""
+    def since(self, thing):
+        """Seconds since something befell a host or a link."""
+        return self.schedule.now - self.troubles.get(thing, -INFINITE)
+
+    def takes_part(self, rank, mine, ago=0.0):
+        """Whether the process of a host is in the same run, and lives, or did some seconds ago, or has done it."""
         process = Process(rank, self.lives[rank])
         run = self.runs.get(process)
         if run is None or run.world is None or run.world.members.run != mine.world.members.run:
             return False
         parts = [each for each in self.processes(rank, "caller", "beacon") if each.life == process.life]
         moving = process in parts and not any(map(self.schedule.frozen, parts))
-        return moving or self.ends.get(process) == "done"
+        recently = 0 <= self.schedule.now - run.ended < ago or self.since((rank,)) < ago
+        return run is mine or moving or recently or self.ends.get(process) == "done"
 
     def surroundings(self):
         return self.schedule.process.rank, self.size, address_of(0), PORT
@@ -326,7 +336,7 @@ class Simulation(Observer):
         net, rank = self.net, lambda: self.schedule.process.rank
         torches = SimpleNamespace(PrefixStore=PrefixStore)
         things = [
-            *COARSE, (Store, "net", net), (Group, "net", net), (Machine, "simulation", self), (gloo, "GROUP", Group),
+            *COARSE, (schedule, "MOST_ACTIONS", MOST_ACTIONS), (Store, "net", net), (Group, "net", net), (Machine, "simulation", self), (gloo, "GROUP", Group),
             *[(module, "time", net.time) for module in (beacon, members, gloo, stores, world, driver)],
             *[(module, "select", net.select) for module in (beacon, members)],
             *[(module, "socket", net.socket) for module in (beacon, members)],
