@@ -8,13 +8,13 @@ shows at once who went on with what.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import itertools
 from types import SimpleNamespace
-from unittest import mock
 
 from phalanx.engines.hosts import beacon, driver, gloo, members, stores, world
-from phalanx.errors import LostError, PeersLostError, PhalanxError, RunError, SeveredError
+from phalanx.errors import PhalanxError, RunError, SeveredError
 from phalanx.plan import Rounds
 from phalanx.plan.membership import quorum
 from phalanx.run.loop import Loop
@@ -30,14 +30,13 @@ WAKE = 0.1  # between two looks of a caller at news
 SECONDS, LOST_AFTER = 4.0, 1.0  # as ``World`` takes them
 THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
 INFINITE = float("inf")
-MOST_ACTIONS = 20_000
 LONGEST = 120.0  # seconds until everybody has ended
 CALM = 5.0  # seconds without trouble after which nobody may be lost: as long as a connection takes, and a silence
 # Waits are longer here, so that there are fewer actions to strike at.
 COARSE = [
     (beacon, "BEATS", 4), (beacon, "FAREWELLS", 2), (beacon, "FAREWELL_SECONDS", 0.1), (members, "TICK_SECONDS", 0.2),
     (world, "BRIEF_SECONDS", 0.2), (world, "CONNECT_SECONDS", 3.0), (world, "POLL_SECONDS", 0.2),
-    (stores, "POLL_SECONDS", 0.2), (stores, "ANSWER_SECONDS", 1.0), (driver, "WAKING_SECONDS", 0.2),
+    (schedule, "MOST_ACTIONS", 20_000), (stores, "POLL_SECONDS", 0.2), (stores, "ANSWER_SECONDS", 1.0), (driver, "WAKING_SECONDS", 0.2),
 ]  # fmt: skip
 MENDS = {"start": "kill crash mute", "thaw": "freeze stop", "heal": "cut deaf slow"}
 
@@ -83,10 +82,10 @@ class Machine:
 
     def __init__(self, definition, framework, placement, run_state, deadline, rendezvous, readers, alarm):
         self.run_state, self.workers, self.ended, self.closed, self.lost = run_state, 1, "", False, False
-        self._resting = False
         self._framework, self._rendezvous, self._alarm = framework, rendezvous, alarm
-        self._state, self._done, self._horizon, self._tearing, self._trouble = framework.state, self._steps, 0, False, ""
-        self._losses, self._schedule = {}, self.simulation.schedule
+        self._state, self._done, self._horizon, self._losses = framework.state, self._steps, 0, {}
+        self._resting = self._tearing = False  # the worker has nothing to do; it makes an update
+        self._trouble, self._schedule = "", self.simulation.schedule
         self._worker = self.simulation.worker(self._work)
         try:
             self._check_alarm()
@@ -101,7 +100,8 @@ class Machine:
     def _work(self):
         place = self._rendezvous
         try:
-            store = PrefixStore(f"workers/{place.run}", Store(*place.address, timeout=gloo.datetime.timedelta(seconds=3)))
+            store = Store(*place.address, timeout=datetime.timedelta(seconds=SECONDS))
+            store = PrefixStore(f"workers/{place.run}", store)
             hosts = gloo.Gloo(store, place.rank, len(place.blocks), SECONDS, "")
             while True:
                 self._resting = True
@@ -243,8 +243,8 @@ class Simulation(Observer):
 
     def train(self, process):
         """What a caller does: as ``Recipe.train``."""
-        self.told[process], run = [], SimpleNamespace(world=None, engine=None, begun=INFINITE, ended=INFINITE, framework=Framework())
-        self.runs[process] = run
+        run = SimpleNamespace(world=None, engine=None, framework=Framework(), begun=INFINITE, ended=INFINITE)
+        self.told[process], self.runs[process] = [], run
         self.schedule.wait(seconds=IMPORT if process.life else 0)
         try:
             run.world = world.World(SECONDS, LOST_AFTER)
@@ -275,6 +275,7 @@ class Simulation(Observer):
     def step(self, report):
         """A caller is told of a step."""
         process = self.schedule.process
+        self.schedule.wait()
         self.told[process].append((report.step, report.loss, self.runs[process].world.members.number))
 
     def happened(self, incident):
@@ -336,7 +337,7 @@ class Simulation(Observer):
         net, rank = self.net, lambda: self.schedule.process.rank
         torches = SimpleNamespace(PrefixStore=PrefixStore)
         things = [
-            *COARSE, (schedule, "MOST_ACTIONS", MOST_ACTIONS), (Store, "net", net), (Group, "net", net), (Machine, "simulation", self), (gloo, "GROUP", Group),
+            *COARSE, (Store, "net", net), (Group, "net", net), (Machine, "simulation", self), (gloo, "GROUP", Group),
             *[(module, "time", net.time) for module in (beacon, members, gloo, stores, world, driver)],
             *[(module, "select", net.select) for module in (beacon, members)],
             *[(module, "socket", net.socket) for module in (beacon, members)],
@@ -351,7 +352,8 @@ class Simulation(Observer):
             (world, "RUNS", Own(self.schedule)), (world, "surroundings", self.surroundings),
             (world, "own_address", lambda _: address_of(rank())), (world, "towards", lambda _: ""),
             (world, "_host", lambda: f"host{rank()}"), (world, "threading", net.threading),
-            (driver, "Processes", Machine), (driver, "open_framework", lambda *_, **__: self.runs[self.schedule.process].framework),
+            (driver, "Processes", Machine),
+            (driver, "open_framework", lambda *_, **__: self.runs[self.schedule.process].framework),
             (driver, "checks", SimpleNamespace(warn=bool)), (driver, "recorded_environment", dict),
             (driver, "shared", lambda _: ({}, {})), (driver, "WARM", SimpleNamespace(prepare=bool, awake=True)),
         ]  # fmt: skip

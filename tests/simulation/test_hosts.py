@@ -53,7 +53,8 @@ def faults(size):
     """All faults that can befall so many hosts."""
     alone = [(fault, rank) for fault in ALONE for rank in range(size)]
     cut = [("cut", *pair) for pair in itertools.combinations(range(size), 2)]
-    return alone + cut + [(fault, *pair) for fault in ("deaf", "slow") for pair in itertools.permutations(range(size), 2)]
+    pairs = itertools.product(("deaf", "slow"), itertools.permutations(range(size), 2))
+    return [*alone, *cut, *[(fault, *pair) for fault, pair in pairs]]
 
 
 def actions(size):
@@ -168,6 +169,7 @@ def any_half(some, chosen):
 
 
 def split(monkeypatch):
+    """Planted: an agreement without a majority."""
     for module in (membership, members, world):
         monkeypatch.setattr(module, "quorum", any_half)
 
@@ -213,8 +215,11 @@ def twice(monkeypatch):
     advanced = Distributed._advanced
 
     def again(self, step, batch, horizon):
-        unseen = self.run_state.unseen
-        return unseen[0] if unseen else advanced(self, step, batch, horizon)
+        kept, unseen = vars(self).setdefault("kept", set()), self.run_state.unseen
+        if unseen and unseen[0].step not in kept:
+            kept.add(unseen[0].step)
+            return unseen[0]
+        return advanced(self, step, batch, horizon)
 
     monkeypatch.setattr(Distributed, "_advanced", again)
 

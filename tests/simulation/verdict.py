@@ -43,7 +43,7 @@ def check_end(simulation, process):
     if end is None:
         assert process in simulation.victims, f"{process} ended without a word"
     elif end == "done":
-        assert told and told[-1][0] == simulation.steps - 1 or run.world.joins, f"{process} was told of steps {told}"
+        assert (told and told[-1][0] == simulation.steps - 1) or run.world.joins, f"{process} was told of steps {told}"
     elif end == "left":
         assert process in simulation.leaving, f"{process} left by itself"
     else:
