@@ -1,33 +1,30 @@
 """Simulated runs over several hosts: the real agreement, joining, state transfer and incarnations, all from one seed.
 
 Real are ``Agreement``, ``Beacon``, ``Members``, ``World``, ``Gloo``, ``Distributed`` and ``Loop``. Below them is a
-simulated net, and in place of training a machine of integers. Its next state needs a number of every replica, so it
-shows at once who went on with what.
+simulated net (``net``), and in place of training a machine of integers (``training``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import gc
 import itertools
 from types import SimpleNamespace
 
 from phalanx.engines.hosts import beacon, driver, gloo, members, stores, world
-from phalanx.errors import PhalanxError, RunError, SeveredError
+from phalanx.errors import PhalanxError
 from phalanx.plan import Rounds
 from phalanx.plan.membership import quorum
 from phalanx.run.loop import Loop
 from phalanx.seams import Observer
-from phalanx.seams.records import Captured, RunState, StepReport, Tensor
+from phalanx.seams.records import RunState
 from tests.simulation import schedule
+from tests.simulation.training import REPLICAS, SECONDS, Framework, Machine, sequence
 from tests.simulation.net import Group, Net, PrefixStore, Process, Store, address_of
 
-PORT, REPLICAS, PRIME = 29500, 8, 2_147_483_647
-COMPUTE = 0.3  # seconds of a step
+PORT = 29500
 IMPORT = 0.25  # seconds until a process that starts again asks for the others; its predecessor's port is free then
-WAKE = 0.1  # between two looks of a caller at news
-SECONDS, LOST_AFTER = 4.0, 1.0  # as ``World`` takes them
+LOST_AFTER = 1.0  # seconds
 THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
 INFINITE = float("inf")
 LONGEST = 120.0  # seconds until everybody has ended
@@ -36,154 +33,10 @@ CALM = 5.0  # seconds without trouble after which nobody may be lost: as long as
 COARSE = [
     (beacon, "BEATS", 4), (beacon, "FAREWELLS", 2), (beacon, "FAREWELL_SECONDS", 0.1), (members, "TICK_SECONDS", 0.2),
     (world, "BRIEF_SECONDS", 0.2), (world, "CONNECT_SECONDS", 3.0), (world, "POLL_SECONDS", 0.2),
-    (schedule, "MOST_ACTIONS", 20_000), (stores, "POLL_SECONDS", 0.2), (stores, "ANSWER_SECONDS", 1.0), (driver, "WAKING_SECONDS", 0.2),
+    (stores, "POLL_SECONDS", 0.2), (stores, "ANSWER_SECONDS", 1.0), (driver, "WAKING_SECONDS", 0.2),
+    (schedule, "MOST_ACTIONS", 6_000),
 ]  # fmt: skip
 MENDS = {"start": "kill crash mute", "thaw": "freeze stop", "heal": "cut deaf slow"}
-
-
-def part(state, step, replica):
-    """What a replica computes in a step."""
-    return (state * (2 * replica + 3) + 7 * step + replica + 1) % PRIME
-
-
-def after(state, step, parts):
-    """The next state."""
-    return (state + sum((at + 1) * value for at, value in enumerate(parts)) + step) % PRIME
-
-
-def sequence(steps):
-    """The states of an undisturbed run, from the first to the last."""
-    states = [1]
-    for step in range(steps):
-        states.append(after(states[-1], step, [part(states[-1], step, replica) for replica in range(REPLICAS)]))
-    return states
-
-
-class Framework:
-    """The caller's model is one integer."""
-
-    environment, sharing, name = contextlib.nullcontext(), SimpleNamespace(devices=()), "integers"
-
-    def __init__(self):
-        self.state = 1
-
-    def capture(self, copy):
-        return Captured({"state": Tensor("int64", (1,), self.state.to_bytes(8, "little"))}, {}, {})
-
-    def adopt(self, captured):
-        self.state = int.from_bytes(bytes(captured.weights["state"].content), "little")
-
-
-class Machine:
-    """Stands for ``Processes``: a worker of this process computes steps, and exchanges numbers with the others'."""
-
-    environment = reading = contextlib.nullcontext()
-    simulation: Simulation = None
-
-    def __init__(self, definition, framework, placement, run_state, deadline, rendezvous, readers, alarm):
-        self.run_state, self.workers, self.ended, self.closed, self.lost = run_state, 1, "", False, False
-        self._framework, self._rendezvous, self._alarm = framework, rendezvous, alarm
-        self._state, self._done, self._horizon, self._losses = framework.state, self._steps, 0, {}
-        self._resting = self._tearing = False  # the worker has nothing to do; it makes an update
-        self._trouble, self._schedule = "", self.simulation.schedule
-        self._worker = self.simulation.worker(self._work)
-        try:
-            self._check_alarm()
-        except BaseException:
-            self._schedule.kill(self._worker)
-            raise
-
-    @property
-    def _steps(self):
-        return len(self.run_state.loss_history)
-
-    def _work(self):
-        place = self._rendezvous
-        try:
-            store = Store(*place.address, timeout=datetime.timedelta(seconds=SECONDS))
-            store = PrefixStore(f"workers/{place.run}", store)
-            hosts = gloo.Gloo(store, place.rank, len(place.blocks), SECONDS, "")
-            while True:
-                self._resting = True
-                self._schedule.wait(lambda: self._horizon > self._done)
-                self._resting = False
-                self._schedule.wait(seconds=COMPUTE)
-                parts = self._exchanged(hosts)
-                self._tearing = True
-                self._schedule.wait()
-                self._state = after(self._state, self._done, parts)
-                self._losses[self._done] = float(self._state)
-                self._done, self._tearing = self._done + 1, False
-        except (SeveredError, RuntimeError) as error:
-            self._trouble = str(error)
-
-    def _exchanged(self, hosts):
-        """What all replicas computed, in order."""
-        place, rows = self._rendezvous, {}
-        rows[place.rank] = [part(self._state, self._done, replica) for replica in place.blocks[place.rank]]
-        mine = world.torch.tensor(rows[place.rank])
-        others = [rank for rank in range(len(place.blocks)) if rank != place.rank]
-        works = [hosts.begin_send(mine, other) for other in others]
-        for other in others:
-            theirs = world.torch.zeros(len(place.blocks[other]), dtype=world.torch.int64)
-            works.append(hosts.begin_receive(theirs, other))
-            hosts.wait(works[-1:])
-            rows[other] = theirs.tolist()
-        return [value for rank in sorted(rows) for value in rows[rank]]
-
-    def advance(self, batch, horizon):
-        self.check_able()
-        step, self._horizon = self._steps, max(self._horizon, horizon)
-        try:
-            while self._done == step:
-                self._schedule.wait(lambda: self._done > step or self._idle(), WAKE)
-                if self._done == step:
-                    self._check_alarm()
-                    if self._idle():
-                        raise SeveredError(self._trouble or "a worker was killed", step=step)
-        except RunError as error:
-            self.ended = str(error)
-            raise
-        return self._absorbed()
-
-    def pause(self):
-        self._horizon = 0
-        self._schedule.wait(lambda: self._resting or self._idle())
-        return self._done == self._steps
-
-    def break_off(self):
-        """End the worker, but not in its update."""
-        if self.closed:
-            return
-        self.ended = ""
-        self._schedule.wait(lambda: not self._tearing or self._idle())
-        self._schedule.kill(self._worker)
-        self.lost, self.closed = self._tearing, True
-        if not self.lost:
-            self._framework.state = self._state
-        while self._done > self._steps:
-            self.run_state.unseen.append(self._absorbed())
-
-    def close(self):
-        ended = self.ended
-        self.break_off()
-        self.ended = ended
-
-    def check_able(self):
-        if self.ended:
-            raise RunError(f"this run cannot go on: {self.ended}; start another")
-
-    def _idle(self):
-        return bool(self._trouble) or not self._schedule.lives(self._worker)
-
-    def _check_alarm(self):
-        if why := self._alarm():
-            raise SeveredError(why, step=self._steps)
-
-    def _absorbed(self):
-        step, loss = self._steps, self._losses[self._steps]
-        self.run_state.add(loss, REPLICAS)
-        return StepReport(step, None, loss, 0.0, 0.0, REPLICAS, COMPUTE, losses={})
 
 
 class Simulation(Observer):
@@ -230,6 +83,7 @@ class Simulation(Observer):
     def worker(self, body):
         """Start a worker of the process that acts."""
         caller = self.schedule.process
+        self.runs[caller].computes = True
         process = Process(caller.rank, next(self.net.count), f"worker of {caller.life}")
         self.schedule.start(process, "main", body)
         return process
@@ -244,6 +98,7 @@ class Simulation(Observer):
     def train(self, process):
         """What a caller does: as ``Recipe.train``."""
         run = SimpleNamespace(world=None, engine=None, framework=Framework(), begun=INFINITE, ended=INFINITE)
+        run.computes = False
         self.told[process], self.runs[process] = [], run
         self.schedule.wait(seconds=IMPORT if process.life else 0)
         try:

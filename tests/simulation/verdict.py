@@ -47,10 +47,9 @@ def check_end(simulation, process):
     elif end == "left":
         assert process in simulation.leaving, f"{process} left by itself"
     else:
-        begun = [each for each, other in simulation.runs.items() if other.engine is not None]
-        unready = [each for each in simulation.ends if each not in begun]
+        unready = [each for each in simulation.ends if not simulation.runs[each].computes]
         told_so = any(f"process {each.rank}" in str(end) and "left the run" in str(end) for each in unready)
-        early = isinstance(end, RunError) and (process not in begun or told_so)
+        early = isinstance(end, RunError) and (process in unready or told_so)
         assert early or isinstance(end, PeersLostError), f"{process} ended by {end!r}"
         well = simulation.wrong[process]
         assert early or not well, f"{process} ended by {end!r}, although {well} were well"
