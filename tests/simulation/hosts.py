@@ -19,8 +19,8 @@ from phalanx.run.loop import Loop
 from phalanx.seams import Observer
 from phalanx.seams.records import RunState
 from tests.simulation import schedule
-from tests.simulation.training import REPLICAS, SECONDS, Framework, Machine, sequence
 from tests.simulation.net import Group, Net, PrefixStore, Process, Store, address_of
+from tests.simulation.training import REPLICAS, SECONDS, Framework, Machine, sequence
 
 PORT = 29500
 IMPORT = 0.25  # seconds until a process that starts again asks for the others; its predecessor's port is free then

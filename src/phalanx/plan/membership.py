@@ -87,8 +87,9 @@ class Agreement:
         self._wait -= 1
         here = {self._me, *alive} & set(self._members)
         if self._wait < 0 and min(here) == self._me and here <= self.stopped.keys():
-            self._proposal = self._propose({member: self.stopped[member] for member in sorted(here)})
-            if self._proposal is not None:
+            proposal = self._propose({member: self.stopped[member] for member in sorted(here)})
+            if proposal is not None:  # else an earlier ballot of this one may still be under way
+                self._proposal = proposal
                 self._ballot, self._wait = (max(self._promised, self._ballot)[0] + 1, self._me), PATIENCE
                 self._promises, self._votes = {}, set()
                 said += self._to_all({"kind": "prepare", "ballot": self._ballot})

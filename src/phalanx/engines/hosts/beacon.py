@@ -134,7 +134,8 @@ class Beacon:
 
     def say(self, ranks: Iterable[int], thing: dict[str, Any]) -> None:
         """Send something to some processes."""
-        body = json.dumps({**thing, "from": self.me, "id": self.id, "port": self.port}).encode()
+        run = self.run.get("run")
+        body = json.dumps({"run": run, **thing, "from": self.me, "id": self.id, "port": self.port}).encode()
         data = hmac.digest(self.key, body, hashlib.sha256) + body
         for rank in ranks if len(data) <= MOST_BYTES else ():
             if rank in self.peers:
@@ -155,9 +156,13 @@ class Beacon:
         sender, place = thing["from"], [address[0], thing["port"]]
         peer, beat = self.peers.get(sender), thing.get("beat")
         if beat is None:
+            joins = "say" in thing and thing["say"]["kind"] == "join"
+            other = peer is not None and peer.id not in (None, thing["id"])  # a process of this rank before
+            if not joins and ((self.run and thing["run"] != self.run["run"]) or ("bye" in thing and other)):
+                return  # of a run before, or of a process that has been replaced
             if "bye" in thing and peer is not None:
                 peer.gone = True
-            elif thing["say"]["kind"] == "join" and (peer is None or thing["id"] != peer.id):
+            elif "say" in thing and thing["say"]["kind"] == "join" and (peer is None or thing["id"] != peer.id):
                 self.peers[sender] = peer = Peer(place, now)
                 peer.id = thing["id"]
                 self.replaced |= {sender} & set(self.members)

@@ -97,8 +97,6 @@ class Distributed(Changing[Processes]):
         self._recent.append(report)
         self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
         self._stuck = 0
-        if self._finished:
-            self._world.members.finish()
         return report
 
     def _advanced(self, step: int, batch: Any, horizon: int) -> StepReport:
@@ -175,18 +173,19 @@ class Distributed(Changing[Processes]):
             except (SeveredError, LostError) as error:
                 if self._gone or os.getpid() != self._owner:
                     raise
-                self._go_on(error)
+                try:
+                    self._go_on(error)
+                except PeersLostError as lost:  # the others may go on
+                    if not self._finished:
+                        self._quit(LEAVES, str(lost), self._steps)
+                    raise
 
     def _go_on(self, error: RunError) -> None:
         """End this incarnation, and begin the next one that all members agree on."""
-        began, was = time.perf_counter(), list(self._world.members.ranks)
+        began, was, self._world.members.open = time.perf_counter(), list(self._world.members.ranks), False
         self.engine.break_off()
         self._whole = not self.engine.lost
-        self._stuck += 1
-        if self._stuck > MOST:
-            raise RunError(
-                f"{self._stuck} times in a row no step was finished, the last time: {error}", step=self._steps
-            )
+        self._count(error)
         chosen = self._agreed()
         lost = {rank: self._world.members.spelled(rank) for rank in was if rank in chosen["joined"] + chosen["lost"]}
         chosen, self.engine = self._entered(chosen)
@@ -209,8 +208,17 @@ class Distributed(Changing[Processes]):
                     self._world.next(chosen)
                     self._share(chosen)
                 return chosen, self._on_this_host()
-            except SeveredError:
+            except SeveredError as error:
+                self._count(error)
                 chosen = self._agreed()
+
+    def _count(self, error: RunError) -> None:
+        """Count an incarnation that finished no step."""
+        self._stuck += 1
+        if self._stuck > MOST:
+            raise RunError(
+                f"{self._stuck} times in a row no step was finished, the last time: {error}", step=self._steps
+            )
 
     def _share(self, chosen: dict[str, Any]) -> None:
         """Have the whole state here: give it to members that have not got it, or take it from the one that has."""

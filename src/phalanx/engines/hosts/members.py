@@ -104,8 +104,9 @@ class Members:
         fds = theirs.fileno(), air.fileno()
         with theirs, air:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", beacon.__file__, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL
-            )
+                [sys.executable, "-I", "-S", beacon.__file__, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for the caller, which then says why it leaves
+            )  # fmt: skip
         key = hashlib.sha256(f"phalanx {world}".encode()).hexdigest()
         self._tell({"me": me, "key": key, "port": self.place[1], "seconds": lost_after})
 
@@ -113,6 +114,7 @@ class Members:
         """An incarnation begins. Processes that were members before are told of it now and then: they may come back."""
         self.run, self.number, self.ranks = run, number, sorted(places)
         self.places |= places
+        self.left = {rank: each for rank, each in self.left.items() if rank in places}
         self.alive = [rank for rank in self.ranks if rank != self.me]
         self.joining, self._lost, self._ended, self._waiting, self._half = {}, {}, set(), [], None
         facts = {"run": run, "number": number, "members": self.ranks}
@@ -153,7 +155,8 @@ class Members:
     @property
     def final(self) -> tuple[int, Farewell] | None:
         """The first member that left in a way that ends the run everywhere, and how."""
-        return next(((rank, each) for rank, each in sorted(self.left.items()) if each.way in (FAILED, CLOSED)), None)
+        ends = [(rank, each) for rank, each in sorted(self.left.items()) if each.way in (FAILED, CLOSED)]
+        return next((end for end in ends if end[0] in self.ranks), None)
 
     def able(self, some: Collection[int], *, claim: bool = False) -> bool:
         """Whether some members may go on without the others. ``claim``: say so in the folder, if they are a half."""
@@ -198,7 +201,8 @@ class Members:
             since = now if self._hopeful([self.me, *late]) else since
             over = now - since > self.seconds or now - began > 2 * patience + self.seconds
             if over or not self._hopeful(set(self.ranks) - self._ended):
-                lost = "; ".join(map(self.spelled, self._lost)) or "members do not answer"
+                silent = [f"process {rank} does not answer" for rank in self.ranks if rank not in agreement.stopped]
+                lost = "; ".join([*map(self.spelled, self._lost)] or silent)
                 half = "with the lowest" if self.folder is None else f"that is first in {str(self.folder)!r}"
                 raise PeersLostError(
                     f"{lost}. Of {len(self.ranks)} members only a majority goes on, or the half {half}"

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from phalanx.engines.hosts.gloo import TCP
-from phalanx.errors import PhalanxError, RunError, UsageError
+from phalanx.errors import PeersLostError, PhalanxError, RunError, UsageError
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
@@ -138,7 +138,7 @@ def _awaited(store: Any, key: str, end: float, rank: int, look: Callable[[], obj
 
 
 def _absent(rank: int) -> PhalanxError:
-    return RunError(
+    return PeersLostError(
         f"process {rank} did not come to this run in time; start all processes of the world, and let them train the "
         "same recipe"
     )

@@ -41,6 +41,7 @@ BRIEF_SECONDS = 0.005
 CONNECT_SECONDS = 20.0  # until members that have agreed are connected
 PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
+ENDED = ". So it has ended here, too"
 RUNS = [0]  # begun in this process; the same number in all processes
 
 
@@ -171,7 +172,7 @@ class World:
         if (final := self.members.final) is not None:
             rank, (way, why) = final
             kind = LeftError if way == CLOSED else RunError
-            raise kind(f"{self.named(rank)} left the run: {why}. So it has ended here, too")
+            raise kind(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
         if str(self.members.me) not in chosen["places"]:
             raise PeersLostError(f"the other members go on without {self.named(self.members.me)}: they did not hear it")
         if chosen["wrong"]:
@@ -191,11 +192,14 @@ class World:
         self.rank, self.size = self.members.ranks.index(self.members.me), len(places)
         limit = datetime.timedelta(seconds=CONNECT_SECONDS)
         try:
-            store = self._own if self.rank == chosen["leader"] else TCP(*self._tcp, timeout=limit)
+            # In a thread, as a stopped host never answers; a client of its own also for whoever has the store.
+            store = apart(functools.partial(TCP, *self._tcp, timeout=limit), self.check)
+        except SeveredError:
+            raise
         except Exception as error:
             raise SeveredError(f"the members' store at {self._tcp[0]} cannot be reached: {error}") from error
         self._store = c10d.PrefixStore(str(chosen["number"]), store)
-        self._connect(CONNECT_SECONDS)
+        self._connect(self.seconds)
 
     def join(self) -> dict[str, Any] | None:
         """Ask to join the run that is under way; returns the incarnation that has this process, None if it has ended.
@@ -260,7 +264,7 @@ class World:
             "behind": [rank for rank in everybody if steps.get(rank) != steps.get(source)],
             "keeper": self.keeper if self.keeper in group else min(group), "each": stopped[members.me]["each"],
             "shared": members.folder is not None and all(facts["sees"] for facts in joining.values()),
-            "leader": everybody.index(members.me), "store": [members.place[0], self._own.port],
+            "store": [members.place[0], self._own.port],
         }  # fmt: skip
         return json.loads(json.dumps(proposed))  # as others get it
 
@@ -301,7 +305,7 @@ class World:
             thread = threading.Thread(target=_tried, args=(ask,), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
-        self.part(LEAVES if isinstance(error, PeersLostError) else FAILED, why)  # then the others may go on
+        self.part(LEAVES if self.joins or isinstance(error, PeersLostError) else FAILED, why)  # the others may go on
 
     def part(self, way: str, why: str) -> None:
         """Leave the run: say why, and close what was opened for it; the store stays."""

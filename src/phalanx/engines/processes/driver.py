@@ -238,7 +238,7 @@ class Processes:
             self.lost, self.closed = losses is None, True
             for loss in losses or ():
                 self._framework.schedule(loss)
-            while self.counters.done > self._steps:
+            while not self.lost and self.counters.done > self._steps:
                 self.run_state.unseen.append(self._absorb())
             self._close_readers()
             self._pool.end()
@@ -285,9 +285,9 @@ class Processes:
         while True:
             self._settle()
             self.supervisor.grant(kind, thing)
-            waited = self._over if kind == BATCH else self.counters.all_idle
-            whole = self.supervisor.wait(waited, t + 1)
-            if kind == BATCH and self.counters.done == t:
+            again = kind == BATCH or thing["task"] == "evaluate"  # can be done again
+            whole = self.supervisor.wait(self._over if again else self.counters.all_idle, t + 1)
+            if again and not (self.counters.done > t if kind == BATCH else self.counters.all_idle()):
                 self._check_alarm()
             failed = any(message.kind != "result" for message in self._pool.told)
             if whole or failed or (kind == BATCH and self.counters.done > t):
