@@ -363,6 +363,15 @@ class Group:
         other.came[self.rank].append((moment, tensors[0].numpy().tobytes()))
         return SimpleNamespace(wait=self.net.schedule.check)
 
+    def _allgather_base(self, gathered, mine):
+        rows = gathered.view(len(self.others) + 1, -1)
+        rows[self.rank].copy_(mine)
+        for other in self.others:
+            self.send([mine], other, 0)
+        for other in self.others:
+            self.recv([rows[other]], other, 0).wait()
+        return SimpleNamespace(is_completed=lambda: True, wait=self.net.schedule.check)
+
     def recv(self, tensors, number, _):
         came, other = self.mine.came[number], self.others[number]
 

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from phalanx.engines.hosts import driver, members, world
+from phalanx.engines.hosts import driver, members
 from phalanx.engines.hosts.driver import Distributed
 from phalanx.errors import PhalanxError
 from phalanx.plan import membership
@@ -164,7 +164,7 @@ def test_a_script_replays():
 
 def test_a_process_that_starts_again_joins():
     """It is told of the steps from where it joined on, to the same state."""
-    simulation = Simulation(3, 6, {130: ("kill", 2), 140: ("start", 2)}).run()
+    simulation = Simulation(3, 6, {190: ("kill", 2), 200: ("start", 2)}).run()
     check(simulation)
     joined = max(process for process in simulation.told if process.rank == 2)
     assert joined.life == 1
@@ -178,7 +178,7 @@ def any_half(some, chosen):
 
 def split(monkeypatch):
     """Planted: an agreement without a majority."""
-    for module in (membership, members, world):
+    for module in (membership, members):
         monkeypatch.setattr(module, "quorum", any_half)
 
 

@@ -101,6 +101,11 @@ def test_workers_that_die_and_see_memory_late():
     assert late > 2000
 
 
+def test_going_back_that_is_broken_off_leaves_no_whole_state():
+    """Workers died too often while some had gone back to the snapshot, and the mixture counted as a state."""
+    campaign([6511])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
 def test_many_schedules(part):

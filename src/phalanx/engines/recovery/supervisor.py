@@ -130,6 +130,8 @@ class Supervisor:
         Returns the losses with which the caller has to step its schedules.
         """
         verdict = judge(self._counters.progress())
+        if self._repair is not None and self._repair.action is Action.GO_BACK:
+            return None  # some have gone back to the snapshot, others not
         if verdict.torn or self._placement.copies or not self._failures.portable or verdict.step < self._counters.done:
             return None
         self._counters.confirmed = max(self._counters.confirmed, verdict.step)
