@@ -286,12 +286,12 @@ def test_comes_and_falls(three):
     hosts.at(4)
     strike(hosts.processes[2], signal.SIGKILL)
     hosts.at(6)
-    hosts.again(2)
-    hosts.in_again(2)
     for victim in (0, 1):
+        hosts.again((victim + 2) % 3)
+        hosts.at(1, (victim + 2) % 3)
         strike(hosts.processes[victim], signal.SIGKILL)
-        hosts.again(victim)
-        hosts.in_again(victim)
+    hosts.again(1)
+    hosts.in_again(1)
     hosts.ended(0, 1, 2)
 
 
