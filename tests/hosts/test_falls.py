@@ -132,8 +132,12 @@ class Hosts:
 
     def at(self, step, number=1):
         """Wait until a process has been told of a step."""
+        until(lambda: self.step(number) >= step, 120)
+
+    def step(self, number):
+        """The step that a process was told of last."""
         path = self.folder / f"step-{number}"
-        until(lambda: path.exists() and int(path.read_text() or 0) >= step, 120)
+        return int(path.read_text() or 0) if path.exists() else 0
 
     def workers(self, number):
         """The workers of a host, without what starts them."""
@@ -147,7 +151,8 @@ class Hosts:
         found = {}
         for number in survivors:
             status, text = output(self.processes[number], 150)
-            found[number] = facts = json.loads(text.splitlines()[-1])
+            told = [line for line in text.splitlines() if line.startswith("{")]  # agents of torchrun say more
+            found[number] = facts = json.loads(told[-1])
             assert status == 0, text
             assert (facts.get("digest"), facts.get("losses")) == self.wanted, text
             assert facts["told"] == list(range(facts["told"][0], STEPS)), text
@@ -277,6 +282,60 @@ def test_comes_back_to_a_host_that_it_shares(tmp_path, options):
         hosts.again(2)
         hosts.in_again(2)
         assert kinds(hosts.ended(0, 1, 2)[0]) == ["lost", "joined"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("victim", "address"), [(1, "10.77.0.1"), (0, "10.77.0.2")])
+def test_comes_back_on_another_host(tmp_path, victim, address):
+    """A process that starts on another host finds the run at MASTER_ADDR, where a member lives."""
+    with Network(4) as network:
+        hosts, watcher = Hosts(network, tmp_path, pause=0.5), 2
+        hosts.at(4, watcher)
+        strike(hosts.processes[victim], signal.SIGKILL)
+        hosts.at(6, watcher)
+        (hosts.folder / f"step-{victim}").unlink()
+        world = {**hosts.world, "MASTER_ADDR": address, "RANK": str(victim)}
+        hosts.processes[victim] = network.start(3, *hosts.command, **world)
+        hosts.in_again(victim)
+        assert kinds(hosts.ended(0, 1, 2)[watcher]) == ["lost", "joined"]
+
+
+class Agents(Hosts):
+    """The same hosts, each with an agent of torchrun, whose rendezvous is static; or without one, in ``plain``."""
+
+    plain = ()
+
+    def begin(self, number):
+        if number in self.plain:
+            return super().begin(number)
+        where = [f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={self.world['MASTER_PORT']}"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1", *where]
+        options = ["--max-restarts=3", "--monitor-interval=0.5", "--no-python"]
+        return self.network.start(number, *torchrun, *options, *self.command, TORCH_ELASTIC_WORKER_IDENTICAL="1")
+
+
+@pytest.mark.long
+def test_agents_of_torchrun(tmp_path):
+    """Agents are lost and come back, the first one as a plain process; an agent starts its process again."""
+    with OneHost() as here:
+        hosts = Agents(here, tmp_path, pause=1.0)
+        hosts.at(2, 0)
+        strike(hosts.processes[1], signal.SIGKILL)
+        hosts.again(1)
+        hosts.at(1, 1)
+        strike(hosts.processes[0], signal.SIGKILL)
+        hosts.at(hosts.step(2) + 2, 2)  # the others have gone on
+        (tmp_path / "step-2").unlink()
+        os.kill(descendants(hosts.processes[2].pid)[1], signal.SIGKILL)
+        hosts.at(1, 2)
+        hosts.plain = (0,)
+        hosts.again(0)
+        hosts.at(1, 0)
+        strike(hosts.processes[1], signal.SIGKILL)
+        hosts.again(1)
+        hosts.in_again(1)
+        found = hosts.ended(0, 1, 2)
+        assert kinds(found[2]) == ["joined", "lost", "joined"], found
 
 
 @pytest.mark.long

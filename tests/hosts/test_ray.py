@@ -1,6 +1,7 @@
 """A recipe under Ray: actors that fall and come back, a TorchTrainer; tried where ray is installed (extra ``ray``)."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -81,6 +82,58 @@ finally:
 """
 
 
+ELASTIC = """
+import json, os, sys, threading, time
+import ray
+from ray.cluster_utils import Cluster
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+folder, root, how = sys.argv[1:]
+paths = {"PYTHONPATH": f"{root}/src:{root}", "OMP_NUM_THREADS": "1"}
+lost = os.path.join(folder, "lost")
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+node = cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, runtime_env={"env_vars": paths})
+
+def train():
+    import torch.distributed
+    from tests.families import FAMILIES
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    first = not os.path.exists(lost)
+    class Slow:
+        everywhere = True
+        def step(self, report):
+            if first and report.step >= 25:
+                with open(os.path.join(folder, f"pid{rank}"), "w") as file:
+                    file.write(str(os.getpid()))
+                time.sleep(2)
+    options = {"run_dir": os.path.join(folder, "run"), "snapshot_every": 10, "callbacks": [Slow()]}
+    result = FAMILIES["conv_norm"].recipe(6, steps=60).train(workers=6, deadline_seconds=60, **options)
+    with open(os.path.join(folder, f"rank{rank}"), "w") as file:
+        json.dump([result.digest, result.loss_history, size, result.resumed_from], file)
+
+def strike():
+    path = os.path.join(folder, "pid1")
+    while not os.path.exists(path) or not os.path.getsize(path):
+        time.sleep(0.1)
+    open(lost, "w").close()
+    if how == "node":
+        cluster.remove_node(node, allow_graceful=False)
+    else:
+        os.kill(int(open(path).read()), 9)
+
+try:
+    run_config = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=-1))
+    facts = {"scaling_config": ScalingConfig(num_workers=(2, 8)), "torch_config": TorchConfig(backend="gloo")}
+    threading.Thread(target=strike, daemon=True).start()
+    TorchTrainer(train, **facts, run_config=run_config).fit()
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_an_actor_that_is_restarted(tmp_path):
@@ -111,3 +164,21 @@ def test_a_torch_trainer(tmp_path):
     for rank in range(2):
         digest, losses, workers = json.loads((tmp_path / f"rank{rank}").read_text())
         assert (digest, losses, workers) == (wanted.digest, wanted.loss_history, 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("how", "left"), [("process", 3), ("node", 2)])
+def test_an_elastic_torch_trainer(tmp_path, how, left):
+    """Ray starts all workers again from the snapshot, one less if a node was lost: the digest of one process."""
+    pytest.importorskip("ray.train")
+    (tmp_path / "job.py").write_text(ELASTIC)
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path), str(ROOT), how]
+    patience = {**os.environ, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15"}  # until Ray tries with fewer workers
+    done = subprocess.run(command, cwd=tmp_path, env=patience, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted = FAMILIES["conv_norm"].recipe(6, steps=60).train(engine="inline")
+    for rank in range(left):
+        told = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert told[:3] == [wanted.digest, wanted.loss_history, left]
+        assert 20 <= told[3] < 60

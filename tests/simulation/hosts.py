@@ -202,10 +202,9 @@ class Simulation(Observer):
             (beacon, "stopped", lambda _: self.schedule.frozen(self.schedule.process._replace(part="caller"))),
             (members, "subprocess", net.subprocess), (members, "presence", SimpleNamespace(own=bool)),
             (gloo, "LEFT", []), (stores, "secrets", net.secrets), (stores, "_listening", lambda *_: None),
-            (stores, "STORES", Own(self.schedule)), (stores, "rendezvous", lambda *_, timeout: iter(
-                [(Store(address_of(0), PORT, timeout=timeout),)])),
+            (stores, "STORES", Own(self.schedule)),
             (world, "RUNS", Own(self.schedule)), (world, "surroundings", self.surroundings),
-            (world, "own_address", lambda _: address_of(rank())), (world, "towards", lambda _: ""),
+            (world, "ends", lambda address: (address_of(rank()), address)), (world, "towards", lambda _: ""),
             (world, "_host", lambda: f"host{rank()}"), (world, "threading", net.threading),
             (driver, "Processes", Machine),
             (driver, "open_framework", lambda *_, **__: self.runs[self.schedule.process].framework),

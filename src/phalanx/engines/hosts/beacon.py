@@ -124,13 +124,15 @@ class Beacon:
         self.run, self.told, self.next, self.replaced = order["run"], None, now, set()
 
     def beat(self) -> None:
-        """Say that this member lives, and whom it hears; tell others that a run is under way, and where."""
+        """Say that this member lives, and whom it hears; tell others that a run is under way, and where.
+
+        Before a run, ask whether one is under way.
+        """
         alive = self.alive(time.monotonic(), heard=True)
         self.say(self.members, {"beat": {**self.run, "hears": alive}})
         strangers = [rank for rank in self.peers if rank not in self.members and rank != self.me]
-        if self.run and strangers:
-            places = {rank: self.peers[rank].address for rank in self.members}
-            self.say(strangers, {"beat": {**self.run, "hears": alive, "places": places}})
+        places = {rank: self.peers[rank].address for rank in self.members}
+        self.say(strangers, {"beat": {**self.run, "hears": alive, "places": places}} if self.run else {"look": True})
 
     def say(self, ranks: Iterable[int], thing: dict[str, Any]) -> None:
         """Send something to some processes."""
@@ -155,7 +157,10 @@ class Beacon:
         """Note who lives, and pass on what the parent has to know."""
         sender, place = thing["from"], [address[0], thing["port"]]
         peer, beat = self.peers.get(sender), thing.get("beat")
-        if beat is None:
+        if "look" in thing:
+            if self.run and sender not in self.members:  # it may have come back on another host
+                self.peers[sender] = Peer(place, now)
+        elif beat is None:
             joins = "say" in thing and thing["say"]["kind"] == "join"
             other = peer is not None and peer.id not in (None, thing["id"])  # a process of this rank before
             if not joins and ((self.run and thing["run"] != self.run["run"]) or ("bye" in thing and other)):

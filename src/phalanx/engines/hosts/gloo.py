@@ -102,14 +102,14 @@ def _short(error: Exception) -> str:
     return re.sub(r"\[[^\]]*\.cc:\d+\] ?", "", str(error)).partition(". This is typically")[0].strip()
 
 
-def own_address(address: str) -> str:
-    """The address of this host on the way to another."""
+def ends(address: str) -> tuple[str, str]:
+    """The address of this host on the way to another, and that of the other one."""
     with contextlib.suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing
-            return probe.getsockname()[0]
-    return "127.0.0.1"
+            return probe.getsockname()[0], probe.getpeername()[0]
+    return "127.0.0.1", "127.0.0.1"
 
 
 def towards(address: str) -> str:
@@ -117,7 +117,7 @@ def towards(address: str) -> str:
     if not address:
         return ""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        own = own_address(address)
+        own, _ = ends(address)
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 ifreq = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from phalanx.engines.hosts.gloo import TCP
 from phalanx.errors import PeersLostError, PhalanxError, RunError, UsageError
@@ -58,7 +57,7 @@ def opened(rank: int, size: int, address: str, port: int, seconds: float) -> Any
     key = rank, size, address, port
     try:
         if key not in STORES:  # one for all runs of a process: others may still ask that of the run before
-            STORES[key] = _open(*key, datetime.timedelta(seconds=seconds))
+            STORES[key] = _open(rank, address, port, datetime.timedelta(seconds=seconds))
         return STORES[key]
     except Exception as error:
         raise RunError(
@@ -69,13 +68,14 @@ def opened(rank: int, size: int, address: str, port: int, seconds: float) -> Any
 
 def address_of(store: Any) -> tuple[str, int]:
     """Where other processes reach the TCP store behind prefixes."""
-    bare = _bare(store)
-    if not isinstance(bare, TCP):
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCP):
         raise UsageError(
-            f"torch.distributed was initialised with a {type(bare).__name__}, which worker processes cannot reach; "
+            f"torch.distributed was initialised with a {type(store).__name__}, which worker processes cannot reach; "
             "initialise it by env:// or tcp://, as torchrun does"
         )
-    return bare.host, bare.port
+    return store.host, store.port
 
 
 @contextlib.contextmanager
@@ -144,11 +144,9 @@ def _absent(rank: int) -> PhalanxError:
     )
 
 
-def _open(rank: int, size: int, address: str, port: int, limit: datetime.timedelta) -> Any:
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = served(address, port, limit)
-    else:
-        store = _bare(next(iter(rendezvous("env://", rank, size, timeout=limit)))[0])
+def _open(rank: int, address: str, port: int, limit: datetime.timedelta) -> Any:
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = served(address, port, limit) if serves else TCP(address, port, timeout=limit, wait_for_workers=False)
     return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
 
 
@@ -170,10 +168,3 @@ def _listening(address: str, port: int) -> int | None:
             listener.listen()
             return os.dup(listener.fileno())
     return None
-
-
-def _bare(store: Any) -> Any:
-    """A store without prefixes: torchrun's has the number of restarts, which hosts may count differently."""
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
-    return store

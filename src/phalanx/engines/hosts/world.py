@@ -27,7 +27,7 @@ from phalanx.checkpoint.directory import is_marked, mark, newest_step
 from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, own_address, towards
+from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, ends, towards
 from phalanx.engines.hosts.members import CLOSED, FAILED, LEAVES, Farewell, Members
 from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, served, surroundings
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
@@ -74,8 +74,10 @@ class World:
         self.seconds = SECONDS if seconds is None else seconds
         RUNS[0] += 1
         self.rank, self.size, address, port = surroundings()
-        world = f"{port} {self.size} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
-        self.members = Members(self.rank, own_address(address), port + self.rank, world, lost_after)
+        world = f"{port} {self.size} {os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"  # torchrun's default
+        own, there = ends(address)
+        self.members = Members(self.rank, own, port + self.rank, world, lost_after)
+        self.members.look_for({rank: [there, port + rank] for rank in range(1 if self.rank else self.size)})
         self.joins, self.keeper = False, 0
         self._gloo: Gloo | None = None
         self._run_dir: pathlib.Path | None = None
