@@ -158,7 +158,8 @@ class Beacon:
         sender, place = thing["from"], [address[0], thing["port"]]
         peer, beat = self.peers.get(sender), thing.get("beat")
         if "look" in thing:
-            if self.run and sender not in self.members:  # it may have come back on another host
+            known = peer is not None and peer.address == tuple(place)
+            if self.run and sender not in self.members and not known:  # it has come back on another host
                 self.peers[sender] = Peer(place, now)
         elif beat is None:
             joins = "say" in thing and thing["say"]["kind"] == "join"
