@@ -152,7 +152,7 @@ def test_readers_collate_where_nothing_is_drawn():
     assert isinstance(batch, Collated)
     assert batch.batch[0].shape == (4, 5)
     for collate in (noisy, owning):
-        reading = Collate(collate, {"data.generator": generator})
+        reading = Collate(collate, {"data.generator": generator.bit_generator})
         for _ in range(2):
             assert len(reading.read(share, 0)) == 4
     assert len(Collate(None, {}).read(share, 0)) == 4
