@@ -7,6 +7,7 @@ simulated net (``net``), and in place of training a machine of integers (``train
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import itertools
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ CALM = 5.0  # seconds without trouble after which nobody may be lost: as long as
 # Waits are longer here, so that there are fewer actions to strike at.
 COARSE = [
     (beacon, "BEATS", 4), (beacon, "FAREWELLS", 2), (beacon, "FAREWELL_SECONDS", 0.1), (members, "TICK_SECONDS", 0.2),
-    (world, "BRIEF_SECONDS", 0.2), (world, "CONNECT_SECONDS", 3.0), (world, "POLL_SECONDS", 0.2),
+    (world, "BRIEF_SECONDS", 0.2), (world, "CONNECTED", datetime.timedelta(seconds=3)), (world, "POLL_SECONDS", 0.2),
     (stores, "POLL_SECONDS", 0.2), (stores, "ANSWER_SECONDS", 1.0), (driver, "WAKING_SECONDS", 0.2),
     (schedule, "MOST_ACTIONS", 6_000),
 ]  # fmt: skip

@@ -247,7 +247,8 @@ def newest_of(path: pathlib.Path) -> Snapshot | None:
 def mark(path: pathlib.Path, run: int) -> None:
     """Mark a directory as that of a run over hosts, so that each of them can see whether it sees the same one."""
     for old in path.glob(f"{MARK}*"):
-        old.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody else's stays; it names another run
+            old.unlink()
     first(path / f"{MARK}{run}", "")
 
 

@@ -160,17 +160,18 @@ class Members:
 
     def able(self, some: Collection[int], *, claim: bool = False) -> bool:
         """Whether some members may go on without the others. ``claim``: say so in the folder, if they are a half."""
-        if self.folder is None or 2 * len(set(some) & set(self.ranks)) != len(self.ranks):
-            return quorum(self.ranks, some)
-        half = " ".join(map(str, sorted(set(some) & set(self.ranks))))
+        here = sorted(set(some) & set(self.ranks))
+        if self.folder is None or 2 * len(here) != len(self.ranks):
+            return quorum(self.ranks, here)
+        half = " ".join(map(str, here))
         if claim and self._half is None:
             self._half = first(self.folder / f"{MARK}{self.run}-{self.number}", half)
         return self._half == half
 
     def _hopeful(self, some: Collection[int]) -> bool:
         """Whether some members may go on, or a half that nobody has claimed yet."""
-        claimed = self.folder is None or self._half is not None
-        return self.able(some) or (not claimed and 2 * len(set(some) & set(self.ranks)) == len(self.ranks))
+        unclaimed = self.folder is not None and self._half is None
+        return self.able(some) or (unclaimed and 2 * len(set(some) & set(self.ranks)) == len(self.ranks))
 
     def agree(self, told: Message, propose: Callable[[dict[int, Message]], Any], patience: float) -> Any:
         """Agree on the next incarnation.

@@ -38,7 +38,7 @@ T = TypeVar("T")
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
 BRIEF_SECONDS = 0.005
-CONNECT_SECONDS = 20.0  # until members that have agreed are connected
+CONNECTED = datetime.timedelta(seconds=20)  # until members that have agreed reach their store
 PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
 ENDED = ". So it has ended here, too"
@@ -192,10 +192,9 @@ class World:
         self.members.folder = self._run_dir if chosen["shared"] else None
         self.run, self._tcp = chosen["run"] + chosen["number"], tuple(chosen["store"])
         self.rank, self.size = self.members.ranks.index(self.members.me), len(places)
-        limit = datetime.timedelta(seconds=CONNECT_SECONDS)
         try:
             # In a thread, as a stopped host never answers; a client of its own also for whoever has the store.
-            store = apart(functools.partial(TCP, *self._tcp, timeout=limit), self.check)
+            store = apart(functools.partial(TCP, *self._tcp, timeout=CONNECTED), self.check)
         except SeveredError:
             raise
         except Exception as error:
@@ -255,7 +254,7 @@ class World:
         wrong = "" if steps else "no member has the state of a whole step any more; start again"
         if len(group) + len(joining) < least:
             wrong = f"min_hosts is {least}, and {len(group)} members are left; start again when there are more"
-        self._own = self._own or served(members.place[0], 0, datetime.timedelta(seconds=CONNECT_SECONDS))
+        self._own = self._own or served(members.place[0], 0, CONNECTED)
         everybody = sorted([*group, *joining])
         hosts = self._hosts | {rank: facts["host"] for rank, facts in joining.items()}
         places = members.places | {rank: facts["place"] for rank, facts in joining.items()}
