@@ -238,10 +238,10 @@ class Thread:
 
     def is_alive(self):
         self.net.schedule.check()
-        return not self.actor.over
+        return not self.actor.thread.dead
 
     def join(self, seconds):
-        self.net.schedule.wait(lambda: self.actor.over, seconds)
+        self.net.schedule.wait(lambda: self.actor.thread.dead, seconds)
 
 
 class Store:

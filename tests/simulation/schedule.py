@@ -1,19 +1,22 @@
 """Who acts when: simulated processes that take turns, and what befalls them, all from one seed.
 
-A process has one or more actors. Each is a thread, but only one of all runs at a time: it goes on until it waits for
-something, and there the schedule decides who is next. So the code that is tested is the real one, and whatever happens
-is a list of decisions. Without a decision, actors take turns. A ``Script`` has the decisions that differ from that, and
-the faults, by the number of the action where each comes. The same script leads to the same run.
+A process has one or more actors. Each is a greenlet: it goes on until it waits for something, and there the schedule
+decides who is next. So the code that is tested is the real one, and whatever happens is a list of decisions. Without a
+decision, actors take turns. A ``Script`` has the decisions that differ from that, and the faults, by the number of the
+action where each comes. The same script leads to the same run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import random
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from greenlet import getcurrent, greenlet
 
 MOST_ACTIONS = 200_000
 Script = dict[int, tuple[Any, ...]]  # at an action: ("turn", how many are passed over), or a fault and what it strikes
@@ -30,12 +33,10 @@ class Stuck(AssertionError):
 class Actor:
     """A thread of a simulated process."""
 
-    def __init__(self, process: Any, name: str, body: Callable[[], object]) -> None:
-        self.process, self.name, self.body = process, name, body
-        self.turn, self.gone = threading.Semaphore(0), threading.Semaphore(0)
+    def __init__(self, number: int, process: Any, name: str, thread: greenlet) -> None:
+        self.number, self.process, self.name, self.thread = number, process, name, thread
         self.ready: Callable[[], object] | None = None
         self.until: float | None = 0.0
-        self.over = self.unwound = False
 
 
 class Schedule:
@@ -72,20 +73,23 @@ class Schedule:
         self.struck: list[tuple[int, tuple[Any, ...]]] = []
         self._strike, self._draw, self._restless = strike, draw, restless
         self._random = None if seed is None else random.Random(seed)
-        self._actors: list[Actor] = []
+        self._actors: list[Actor] = []  # that have not ended
+        self._living: Counter[Any] = Counter()  # how many actors of each process have not ended
+        self._begun = 0
         self._current: Actor | None = None
         self._dead: set[Any] = set()
         self._frozen: set[Any] = set()
         self._moments: list[float] = []
-        self._home = threading.Semaphore(0)
-        self._error: BaseException | None = None
-        self._last = 0
+        self._home = getcurrent()
+        self._last, self._stay = 0, False
 
     def start(self, process: Any, name: str, body: Callable[[], object]) -> Actor:
         """Begin an actor of a process; it runs when its turn comes. A process that was killed is never begun again."""
-        actor = Actor(process, name, body)
+        self.check()
+        actor = Actor(self._begun, process, name, greenlet(body, self._home))
         self._actors.append(actor)
-        threading.Thread(target=self._live, args=(actor,), daemon=True).start()
+        self._living[process] += 1
+        self._begun += 1
         return actor
 
     def run(self) -> None:
@@ -96,13 +100,17 @@ class Schedule:
         Stuck
             They do not end.
         """
-        self._pass_on(None)
-        self._home.acquire()
-        for actor in [each for each in self._actors if not each.over]:  # after an error
-            self._dead.add(actor.process)
-            self._unwind(actor)
-        if self._error is not None:
-            raise self._error
+        try:
+            while (actor := self._chosen()) is not None:
+                self._current, self._last, self._stay = actor, actor.number, False
+                with contextlib.suppress(Ended):
+                    actor.thread.switch()
+                if actor.thread.dead:
+                    self._end(actor)
+        finally:
+            self._current = None
+            for actor in list(self._actors):
+                self.kill(actor.process)
 
     def wait(self, ready: Callable[[], object] | None = None, seconds: float | None = None) -> bool:
         """By an actor: let others act until ``ready()``, or until some time has passed; returns whether it is ready.
@@ -116,9 +124,8 @@ class Schedule:
         actor.until = self.now if ready is None and seconds is None else None if seconds is None else self.now + seconds
         self._befall()
         self.check()  # it may have struck this one
-        if self._pass_on(actor):
-            actor.turn.acquire()
-        self._current, actor.ready = actor, None  # what it holds ends with it
+        self._home.switch()
+        actor.ready = None  # what it holds ends with it
         self.check()
         return bool(ready is not None and ready())
 
@@ -145,9 +152,8 @@ class Schedule:
         actor.ready, actor.until = None, self.now
         self._strike_planned()
         self.check()
-        if self._pass_on(actor, stay=True):
-            actor.turn.acquire()
-        self._current = actor
+        self._stay = True
+        self._home.switch()
         self.check()
 
     def check(self) -> None:
@@ -163,16 +169,18 @@ class Schedule:
 
     def lives(self, process: Any) -> bool:
         """Whether a process has an actor that has not ended."""
-        return process not in self._dead and any(each.process == process and not each.over for each in self._actors)
+        return process not in self._dead and self._living[process] > 0
 
     def kill(self, process: Any) -> None:
         """End a process at once. What it holds is not tidied up."""
         self._dead.add(process)
         current = self._current
-        for actor in [each for each in self._actors if each.process == process and not each.over]:
-            if actor is not current:  # that one ends where it asks next
-                self._unwind(actor)
-        self._current = current
+        for actor in [each for each in self._actors if each.process == process and each is not current]:
+            self._current, actor.thread.parent = actor, getcurrent()
+            with contextlib.suppress(BaseException):  # it leaves its code, which no killed process does
+                actor.thread.throw(Ended)
+            self._end(actor)
+        self._current = current  # if that is to end, it does where it asks next
 
     def freeze(self, process: Any, frozen: bool = True) -> None:
         """Stop a process, or let it go on."""
@@ -182,38 +190,9 @@ class Schedule:
         """Whether a process is stopped."""
         return process in self._frozen
 
-    def _live(self, actor: Actor) -> None:
-        actor.turn.acquire()
-        self._current = actor
-        try:
-            self.check()
-            actor.body()
-        except Ended:
-            pass
-        except BaseException as error:
-            self._error = self._error or error
-        actor.over = True
-        if actor.unwound:
-            actor.gone.release()
-        else:
-            self._pass_on(actor)
-
-    def _unwind(self, actor: Actor) -> None:
-        """Have a dead actor leave its code."""
-        actor.unwound = True
-        actor.turn.release()
-        actor.gone.acquire()
-
-    def _pass_on(self, giver: Actor | None, *, stay: bool = False) -> bool:
-        """Let the next one act, or the run end; returns whether ``giver`` has to wait. ``stay``: it comes first."""
-        chosen = None
-        with contextlib.suppress(Stuck):
-            chosen = self._chosen(stay) if self._error is None else None
-        if chosen is None:
-            self._home.release()
-        elif chosen is not giver:
-            chosen.turn.release()
-        return chosen is not giver
+    def _end(self, actor: Actor) -> None:
+        self._actors.remove(actor)
+        self._living[actor.process] -= 1
 
     def _befall(self) -> None:
         """Do the faults that come now."""
@@ -229,7 +208,7 @@ class Schedule:
             return False
         planned = None if self._draw is None else self._draw(draw, self)
         if planned is None and draw.random() < self._restless:
-            planned = ("turn", draw.randrange(1, 1 + len(self._actors)))
+            planned = ("turn", draw.randrange(1, 1 + self._begun))
         if planned is not None:
             self.script[self.actions] = planned
         return planned is not None
@@ -239,40 +218,26 @@ class Schedule:
         if planned is not None and planned[0] != "turn" and self._strike(*planned):
             self.struck.append((self.actions, planned))
 
-    def _chosen(self, stay: bool) -> Actor | None:
-        """Who acts next; None if all have ended."""
-        try:
-            able = self._able(stay)
-        except Stuck as error:
-            self._error = error
-            raise
-        if not able:
-            return None
+    def _chosen(self) -> Actor | None:
+        """Who acts next; None if all have ended. Time passes until there is one."""
         planned = self.script.get(self.actions)
         passed = planned[1] if planned is not None and planned[0] == "turn" else 0
-        chosen = able[passed % len(able)]
-        self._last = self._actors.index(chosen)
-        return chosen
-
-    def _able(self, stay: bool) -> list[Actor]:
-        """Who can act, the one whose turn it is first; time passes until there is one."""
-        if self.actions > MOST_ACTIONS:
-            raise Stuck(f"no end after {self.actions} actions")
-        while True:
-            here = [each for each in self._actors if not each.over and each.process not in self._dead]
-            moving = [each for each in here if each.process not in self._frozen]
-            able = [each for each in moving if self._may(each)]
+        turn = self._last - self._stay
+        while self._actors:
+            if self.actions > MOST_ACTIONS:
+                raise Stuck(f"no end after {self.actions} actions")
+            moving = [each for each in self._actors if each.process not in self._frozen]
+            moving.sort(key=lambda each: each.number <= turn)
+            able = list(itertools.islice(filter(self._may, moving), None if passed else 1))
             if able:
-                turn = self._last - stay
-                return sorted(able, key=lambda each: (self._actors.index(each) <= turn, self._actors.index(each)))
-            if not here:
-                return []
+                return able[passed % len(able)]
             while self._moments and self._moments[0] <= self.now:
                 heapq.heappop(self._moments)
             times = [each.until for each in moving if each.until is not None] + self._moments[:1]
             if not times:
-                raise Stuck(f"nobody can go on: {', '.join(f'{each.process} {each.name}' for each in here)}")
+                raise Stuck(f"nobody can go on: {', '.join(f'{each.process} {each.name}' for each in self._actors)}")
             self.now = max(self.now, min(times))
+        return None
 
     def _may(self, actor: Actor) -> bool:
         if actor.until is not None and actor.until <= self.now:
