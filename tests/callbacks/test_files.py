@@ -87,6 +87,7 @@ def test_a_run_dir_that_is_a_link(tmp_path):
     assert contents(tmp_path / "run" / "best").keys() == {result.best.path.name}
 
 
+@pytest.mark.long
 @EVERYWHERE
 def test_only_the_owner_may_read(tmp_path, options):
     """Files that callbacks make are 0600, and their folders 0700, whatever the umask."""

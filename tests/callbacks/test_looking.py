@@ -86,6 +86,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_is_refused_before_the_next_step(options, change, way):
@@ -111,7 +112,7 @@ UNSEEN = {
 }
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 @pytest.mark.parametrize("change", UNSEEN)
 def test_what_else_is_changed_has_no_effect(options, change, way):
@@ -133,6 +134,7 @@ def look(model):
     assert torch.equal(model.row, model.last.weight[0])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 def test_who_only_looks_changes_nothing(options, way):
     """A run whose model is called, and whose modes are put back, ends in the digest of one that nobody looks at."""

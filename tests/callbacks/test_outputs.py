@@ -86,6 +86,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_an_evaluation(name, tmp_path):
     """They stand in for the recipe's in this evaluation alone, with the same bits for any workers, and resumed."""
@@ -129,6 +130,7 @@ def test_run_evaluate_takes_them():
         single.train(evaluation=phalanx.Evaluation(accuracy, (HELD_OUT, TARGETS), collate_fn=flipped))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Logits, Named])
 def test_losses_metrics_and_whole_see_one_form(kind):
     """Labels of a dict are the target, and an output keeps its type; the same bits for any workers."""

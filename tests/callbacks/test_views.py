@@ -108,6 +108,7 @@ def test_a_model_in_eval_mode_is_refused(options):
     assert made(partly).train(**options).steps == 2
 
 
+@pytest.mark.long
 def test_an_optimizer_may_take_the_model():
     """A factory whose parameter is called model gets it, alone or behind the named parameters."""
 

@@ -69,7 +69,7 @@ def same(kit, recipe, workers, metric=None):
     return wanted
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @with_kits(["workers"], of_each("any number of workers", dict.fromkeys(KITS, EVERY)))
 def test_any_number_of_workers(kit, workers):
     """Eight replicas of uneven shares, and a last batch with empty ones: the same on 1 to 8 workers."""

@@ -66,7 +66,7 @@ def test_any_number_of_devices(name):
     assert trained(family.recipe(replicas, **changes), 3) == wanted
 
 
-@pytest.mark.parametrize("replicas", sample("cuts", range(2, 10), 3))
+@pytest.mark.parametrize("replicas", sample("cuts", range(2, 10), 1))
 def test_any_cut(replicas):
     """However many replicas there are and wherever their blocks are cut, up to four devices."""
     recipe = MLP.recipe(replicas, batch_size=11, max_norm=0.1)
@@ -121,6 +121,7 @@ def test_a_chunk_is_always_measured_on_the_same_device():
     assert len(values) == 1
 
 
+@pytest.mark.long
 def test_skipped_steps_and_weights():
     """A step that is not finite is skipped, and replicas of weight 0 are left out, on several devices as on one."""
     x, y = torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 3
@@ -186,6 +187,7 @@ class Dropped(nn.Module):
         return self.last(self.norm(x) if torch.rand(()) < 0.5 else x)
 
 
+@pytest.mark.long
 def test_buffers_that_are_written_uncounted():
     """Batch norm counts no write of its statistics: they are settled wherever and whenever it is used first."""
     recipe = MLP.recipe(6, make_model=Dropped, batch_size=18, steps=8, drop_last=True)
@@ -448,6 +450,7 @@ def infinite_once(output, target):
     return F.cross_entropy(output, target) / float(phalanx.current_step() != 1)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", slow(AVERAGED, "conv", "phases"))
 def test_averages_are_kept_by_workers(name):
     """They have the bits of one device's, after all phases, beside any optimizer."""
@@ -517,6 +520,7 @@ def unaveraged(patch):
     patch.setattr(Worker, "_average", skipped)
 
 
+@pytest.mark.long
 def test_an_average_that_is_not_everybody_s():
     """These tests can fail: what the last worker hands over has other bits then."""
     recipe = NORM.recipe(4, steps=4)
@@ -677,6 +681,7 @@ FAULTS = {
 SLOW = {unaligned}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "fault", [pytest.param(fault, marks=[pytest.mark.long] * (fault in SLOW), id=fault.__name__) for fault in FAULTS]
 )
@@ -767,6 +772,7 @@ class Changing(nn.Module):
         return self.first(x) + (self.second(x) if step < 4 or step % 2 else 0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", slow(EARLY, "whole batches", "weights", "parts"))
 def test_gradients_are_sent_early(tmp_path, name):
     """While others are computed, where they can be foreseen; the bits are those of one device in any case."""
@@ -1029,13 +1035,14 @@ class Unannounced(Trapped):
         Worker._announce = late
 
 
+@pytest.mark.long
 def test_no_step_is_done_before_it_can_be_told_of(tmp_path, wanted):
     """Nobody updates before the first worker has written the report: nobody else could."""
     assert trained(norm_recipe(Unannounced(conv_norm, tmp_path, 0, 4, "")), 2) == wanted
     assert sprung(tmp_path) == 1
 
 
-@pytest.mark.parametrize("place", sample("all but one", ["COMPUTING", "FOLDING", "FOLDED", "UPDATING", "UPDATED"], 2))
+@pytest.mark.parametrize("place", sample("all but one", ["COMPUTING", "FOLDING", "FOLDED", "UPDATING", "UPDATED"], 1))
 def test_all_workers_but_one(tmp_path, wanted, place):
     """The last one hands its state over."""
     make_model = conv_norm
@@ -1045,7 +1052,7 @@ def test_all_workers_but_one(tmp_path, wanted, place):
     assert sprung(tmp_path) >= 1
 
 
-@pytest.mark.parametrize("place", sample("all of them", ["COMPUTING", "FOLDING", "UPDATING", "UPDATED"], 2))
+@pytest.mark.parametrize("place", sample("all of them", ["COMPUTING", "FOLDING", "UPDATING", "UPDATED"], 1))
 def test_all_workers(tmp_path, wanted, place):
     """With all of them the newest state is gone: the run goes back to the snapshot in memory."""
     make_model = conv_norm
@@ -1060,6 +1067,7 @@ def saving_each_step(patch):
     patch.setattr("phalanx.engines.processes.worker.next_snapshot", lambda t, *_, **__: t + 1)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", ["UPDATED", "COMPUTING"])
 def test_all_workers_before_a_snapshot_that_is_due(tmp_path, place):
     """One that was announced, and not begun when all ended, is not gone back to; one that all have finished is."""
@@ -1084,6 +1092,7 @@ def test_all_workers_while_the_snapshot_is_taken(tmp_path):
     assert trained(recipe, 2, run_dir=folder) == trained(MLP.recipe(4, steps=8), 1)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("whom", ["the source", "another"])
 def test_a_death_while_the_state_is_handed_over(tmp_path, wanted, monkeypatch, whom):
     """The survivor that was to hand its state over dies, or another one: the next one does it."""

@@ -216,6 +216,7 @@ def test_a_brought_batch_has_no_epoch():
         assert [report.epoch for report in seen] == [None, 0], options
 
 
+@pytest.mark.long
 def test_a_run_is_watched_again_after_a_finish_that_failed():
     """Holding a report after that means what it always means."""
     calls = itertools.count()

@@ -135,6 +135,7 @@ def test_a_run_with_thawed_weights_is_resumed(tmp_path, wanted, stopped):
     assert resumed.resumed_from == stopped
 
 
+@pytest.mark.long
 def test_audits_and_moves_in_the_middle(monkeypatch, wanted):
     """Audited steps, and a run that moves into workers after some steps, come to the same; nothing is found wrong."""
     audited = recipe(scheduler=Thawing).train(workers=2, engine="processes", audit=1.0)
@@ -269,6 +270,7 @@ class Thaw(LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
+@pytest.mark.long
 def test_the_trained_model_is_the_callers_own(wanted):
     """After the run its frozen weights can be written, copied, saved and trained on like any others."""
     result = recipe().train(workers=2, engine="processes")
@@ -302,6 +304,7 @@ def test_a_lone_replica_may_write_what_is_frozen(engine):
     assert result.digest == lone.train(engine="inline").digest
 
 
+@pytest.mark.long
 def test_an_optimizer_from_elsewhere_may_write_what_is_frozen():
     """One that is not torch's own may change weights without a gradient, so they stay where all share them."""
 
@@ -373,6 +376,7 @@ def test_a_make_model_that_freezes_the_garbage_collector(wanted, scheduler):
     gc.unfreeze()
 
 
+@pytest.mark.long
 def test_tensors_without_memory_are_left_alone(wanted):
     """Tensors that outlive ``vmap`` and ``grad`` have no memory to look at: in the caller's process and in workers."""
 

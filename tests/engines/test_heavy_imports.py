@@ -91,6 +91,7 @@ def test_a_package_is_imported_once_for_all_workers_and_runs(packages):
     assert shown == ["made of heavy things", "['heavy', 'heavy.layers']"]
 
 
+@pytest.mark.long
 def test_workers_do_not_import_the_compiler(packages):
     """An optimizer that is built would import torch's compiler in each worker, which takes longer than all else."""
     shown = packages.run(
@@ -167,6 +168,7 @@ def test_modules_of_packages_are_prepared():
     assert packaged(["torch", "psutil", "numpy", "json", __name__, "sys", "no_such_module"]) == ["psutil"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "metric", [lambda output, target: psutil.cpu_count() * output.mean(), {"mean": psutil.Process}]
 )

@@ -92,6 +92,7 @@ def assert_says(done, *lines):
 # Ways of calling: each needs an interpreter or two
 
 
+@pytest.mark.long
 def test_a_script_without_a_main_guard(tmp_path, verdict):
     """Lambdas, closures and classes of __main__ travel, and the script is not run again by any worker."""
     (tmp_path / "script.py").write_text("print('top of the script')\n" + JOB + VERDICT)

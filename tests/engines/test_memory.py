@@ -319,6 +319,7 @@ def shared_bytes(run):
     return max(found.values())  # the arena
 
 
+@pytest.mark.cases(1)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd") or not hasattr(os, "memfd_create"), reason="needs memfd")
 @pytest.mark.parametrize("workers", [2, 3])
 def test_frozen_weights_take_no_room_but_their_own(workers):

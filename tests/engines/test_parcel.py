@@ -155,6 +155,7 @@ class Given(Asking):
         return None
 
 
+@pytest.mark.long
 def test_objects_that_ask_for_arguments_arrive(called, sent):
     """An object whose class has no arguments for pickle is made without them; one that has some is made with them."""
     row = AskingRow(3, doubled=True)
@@ -164,6 +165,7 @@ def test_objects_that_ask_for_arguments_arrive(called, sent):
     assert sent(Given(7)).value == 8
 
 
+@pytest.mark.long
 def test_recursive_functions_arrive(called):
     """A function that calls itself, and two that call each other."""
 

@@ -139,7 +139,7 @@ class LateMomentum(torch.optim.lr_scheduler.LambdaLR):
             group["momentum"] = 0.9 if self.last_epoch >= 4 else 0.0
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize("place", [None, "COMPUTING", "half updated"])
 def test_momentum_that_comes_later(tmp_path, place):
     """State that is first made in the fifth step has a place by then, also for who replaces its owner afterwards."""

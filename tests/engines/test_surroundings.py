@@ -260,6 +260,7 @@ def test_programs_end_with_the_run(tag, tmp_path):
         own.wait()
 
 
+@pytest.mark.long
 def test_programs_of_a_worker_that_is_killed_end_with_it(tag, tmp_path):
     """Its own are gone, those of the other worker live on, and so does the run."""
     job = recipe(loss_fn=starting_loss(tmp_path))

@@ -379,6 +379,7 @@ def test_skip_and_ignore_do_as_inline(kind, choice):
     assert made.train(workers=3, engine="processes").digest == made.train(engine="inline").digest
 
 
+@pytest.mark.long
 def test_a_step_in_which_nothing_counts_is_told_as_inline():
     """All weights 0: the same RunError."""
     counted = lambda output, target: (F.mse_loss(output, target), 0.0)  # noqa: E731

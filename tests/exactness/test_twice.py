@@ -178,6 +178,7 @@ FAULTY = {  # a recipe, the steps in which it may be found, and what the message
 }
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FAULTY)
 def test_state_is_found(name, way):
@@ -259,6 +260,7 @@ SOUND = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", SOUND)
 def test_nothing_else_is_found(name):
     """What is stored and not used, or computed anew from the step, is no reason; the bits are those of any W."""
@@ -354,6 +356,7 @@ STICKY = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("name", STICKY)
 def test_what_the_first_call_leaves_is_found(name, workers):
@@ -370,6 +373,7 @@ def test_a_table_of_the_first_call_is_no_reason():
     assert len({kept.train(progress=False, **way).digest for way in ways}) == 1
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["a count in a loss", "a teacher given other memory", "a backward pass within"])
 def test_a_warning_where_it_is_allowed(name, way):
@@ -434,6 +438,7 @@ def stepped_loss(output, target):
     return F.cross_entropy(output, target) / (1 + phalanx.current_step())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options", [{"engine": "inline"}, {"workers": 2}, {"workers": 2, "readers": 1}, {"workers": 3}]
 )

@@ -679,6 +679,7 @@ def test_progress_is_a_line_a_minute_where_epochs_are_long(capsys, monkeypatch):
 # A limit of time
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"engine": "processes", "workers": 2}])
 def test_a_run_of_limited_time_goes_on_to_the_same_bits(options, tmp_path):
     """It stops after a step, says so, and is not finished; the same call goes on, to the digest of a run of one go."""

@@ -20,6 +20,7 @@ def trial(steps, most, count=3, seed=0, **other):
     return falls.trial({"file": JOB, "arguments": arguments, "workers": count}, wanted, steps, seed, count, most)
 
 
+@pytest.mark.long
 def test_one_fault(monkeypatch):
     """Without namespaces, hosts are processes: one is killed and comes back, and the digest is right."""
     monkeypatch.setattr(falls, "why_not", lambda: "none are wanted")

@@ -172,7 +172,7 @@ def three(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "victim"),
-    sample("falls of hosts", itertools.product(["killed", "process", "stopped", "frozen", "cut"], [0, 1, 2]), 3),
+    sample("falls of hosts", itertools.product(["killed", "process", "stopped", "frozen", "cut"], [0, 1, 2]), 1),
 )
 def test_a_host_falls(three, how, victim):
     """Killed or frozen, all of it or the caller's process, or its link down: two go on, in the same processes."""
@@ -195,7 +195,8 @@ def test_a_host_falls(three, how, victim):
         assert json.loads(output(fallen, 60)[1].splitlines()[-1])["error"] == "PeersLostError"
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_falls(three, victim):
     """A worker is killed, twice: the same processes go on, with other workers."""
     hosts = three()
@@ -269,9 +270,8 @@ def test_a_host_comes_back(three, victim):
     print(found[watcher]["incidents"])
 
 
-@pytest.mark.parametrize(
-    "options", [{"workers": "auto"}, pytest.param({"workers": "auto", "stream": True}, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"workers": "auto"}, {"workers": "auto", "stream": True}])
 def test_comes_back_to_a_host_that_it_shares(tmp_path, options):
     """Nobody said how many workers: who comes has as many as the others have. It goes on in a stream where they are."""
     with OneHost() as here:
@@ -391,6 +391,7 @@ def test_who_is_left_saves(three, tmp_path, during):
     assert resumed.digest == again.train(engine="inline").digest
 
 
+@pytest.mark.long
 def test_the_last_one_goes_on(tmp_path):
     """Where all see one run_dir, who is left alone goes on though it is not the lowest; its chain has no gap."""
     with OneHost() as here:

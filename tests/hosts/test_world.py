@@ -212,6 +212,7 @@ told[1] = [results[0].steps, told[1].resumed_from, told[1].digest]
     assert found[1][0].startswith("Preempted: run.terminate() was called, and nothing is saved here")
 
 
+@pytest.mark.long
 def test_the_newest_snapshot_counts(pair, tmp_path):
     """Each process has a directory of its own: all go on from the newest snapshot, and who has it saves."""
     made = FAMILIES["mlp"].recipe

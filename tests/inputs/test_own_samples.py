@@ -114,6 +114,7 @@ def trained(data, way, **changes):
     return recipe(data, **changes).train(**WAYS[way])
 
 
+@pytest.mark.cases(3)
 @BY_INDEX
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])
 def test_one_buffer_filled_anew(way, kind):
@@ -123,6 +124,7 @@ def test_one_buffer_filled_anew(way, kind):
     assert trained(Dataset(kind), "inline").digest != expected.digest
 
 
+@pytest.mark.cases(5)
 @BY_INDEX
 @pytest.mark.parametrize("dataset", [Normalising, NormalisingCopies])
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])
@@ -138,6 +140,7 @@ def by_numpy(count):
     return torch.tensor(np.random.rand(count))
 
 
+@pytest.mark.cases(4)
 @BY_INDEX
 @pytest.mark.parametrize("dataset", [Caching, CachingParts, lambda: Caching(by_numpy)])
 def test_a_cache_of_what_was_drawn(way, dataset):
@@ -150,6 +153,7 @@ def test_a_cache_of_what_was_drawn(way, dataset):
         trained(made, way, shuffle=False)
 
 
+@pytest.mark.cases(1)
 @BY_INDEX
 def test_a_cache_of_what_was_not_drawn(way):
     """Rows that are kept as they were before random numbers were drawn for them are no harm."""
@@ -177,6 +181,7 @@ def stacked(samples):
     return torch.stack([each.x for each in samples]), torch.stack([each.y for each in samples])
 
 
+@pytest.mark.cases(1)
 @BY_INDEX
 def test_samples_that_are_dataclasses(way):
     """They are copied as dicts are."""
@@ -184,6 +189,7 @@ def test_samples_that_are_dataclasses(way):
     assert_same(trained(Named(), way, collate_fn=stacked), expected)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("buffer", [0, 4])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "readers"])  # streams have none
 def test_a_stream_that_fills_one_buffer(way, buffer):

@@ -127,7 +127,7 @@ def put_back(samples):
         return x + torch.randn(5), y
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize("collate_fn", [from_the_seed, put_back])
 @pytest.mark.parametrize("phases", [None, [phalanx.Phase(LOSS, name="one"), phalanx.Phase(LOSS, name="other")]])
 def test_collating_that_leaves_no_trace(collate_fn, phases, expected):

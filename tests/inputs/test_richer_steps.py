@@ -55,7 +55,7 @@ def streamed(recipe):
     return over(recipe, phalanx.Stream(lambda: (rows[number] for number in range(len(rows)))))
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_and_readers(kind, replicas):

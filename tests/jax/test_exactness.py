@@ -143,6 +143,7 @@ def test_batches_that_the_caller_brings():
     assert (digest, losses) == trained(recipe)
 
 
+@pytest.mark.long
 def test_results_stay_as_they_are():
     """The state that a run hands out in the middle is that of a shorter run, and does not change as it goes on."""
     with MLP.recipe(2).start(engine="inline") as run:
@@ -156,6 +157,7 @@ def test_results_stay_as_they_are():
     assert end.params["last.w"] is end.model["last"]["w"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"workers": 2}, {}])
 def test_what_is_looked_at_is_the_callers_own(options):
     """Dicts that run.model and run.params give may be changed: the next step, and the next look, know nothing of it."""

@@ -34,7 +34,7 @@ def recipe(data):
     return phalanx.Recipe(mlp, data, cross_entropy, mlp_forward, replicas=3, batch_size=9, epochs=2, shuffle=False)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:readers is")  # streams have none
 @pytest.mark.parametrize("data", [Rows(), phalanx.Stream(rows)], ids=["dataset", "stream"])
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -50,6 +50,7 @@ def accuracy(output, target):
     return (output.argmax(1) == target).mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [{"engine": "inline"}, pytest.param({"workers": 2}, marks=pytest.mark.long)], ids=str)
 def test_functions_of_an_evaluation(place):
     """They stand in for the recipe's in this evaluation alone; labels of a dict are its target."""

@@ -92,7 +92,7 @@ def trained(recipe, workers=1, **options):
     return result.digest, result.loss_history
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_by_hand(replicas):
     """One replica has the bits of the plain loop; several, of unlike shares too, settle the state as buffers."""

@@ -127,6 +127,7 @@ class Hasty(Agreement):
         return super()._accepted_by(sender, message)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", [Forgets, Obeys, Insists, Hasty])
 def test_faults_are_found(kind):
     """Each rule is needed: without it, some of these runs choose two values."""
@@ -172,6 +173,7 @@ def test_who_claims_first(tmp_path):
     assert first(tmp_path / "nowhere" / "half", "0 1") == ""
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_all_who_live_agree_in_the_end(size):
     """Once nobody dies and who lives is known, all living members of a quorum come to know the value."""

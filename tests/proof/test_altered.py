@@ -163,6 +163,7 @@ def grown(folder):
     os.truncate(folder / CHAIN, 1 << 40)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("forge", "changes"),
     [
@@ -257,6 +258,7 @@ def other_in(rows, kind):
     return kind(changed), Y
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("kind", [torch.Tensor, np.asarray, lambda data: data.T.contiguous().T])
 def test_a_refused_resume_names_the_column(tmp_path, way, kind):

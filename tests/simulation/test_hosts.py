@@ -232,6 +232,7 @@ def twice(monkeypatch):
     monkeypatch.setattr(Distributed, "_advanced", again)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("plant", [split, late, forgotten, stale, twice])
 def test_planted_faults_are_found(plant, monkeypatch):
     """Each is found by some of the first seeds, and its script is short."""

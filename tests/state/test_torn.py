@@ -55,6 +55,7 @@ def test_no_snapshot_mixes_two_steps(options, tmp_path):
     assert len({str(sorted(leaves.items())) for leaves in written.values()}) == 4, "or nothing would be seen"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("slow_disk")
 def test_whoever_asks_for_the_state_does_not_tear_what_is_written(tmp_path):
     """Results and snapshots by hand while the run's own is being written leave that whole."""
