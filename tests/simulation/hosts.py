@@ -10,6 +10,8 @@ import contextlib
 import datetime
 import gc
 import itertools
+import signal
+import threading
 from types import SimpleNamespace
 
 from phalanx.engines.hosts import beacon, driver, gloo, members, stores, world
@@ -19,6 +21,7 @@ from phalanx.plan.membership import quorum
 from phalanx.run.loop import Loop
 from phalanx.seams import Observer
 from phalanx.seams.records import RunState
+from phalanx.surroundings import interrupts
 from tests.simulation import schedule
 from tests.simulation.net import Group, Net, PrefixStore, Process, Store, address_of
 from tests.simulation.training import REPLICAS, SECONDS, Framework, Machine, sequence
@@ -26,6 +29,7 @@ from tests.simulation.training import REPLICAS, SECONDS, Framework, Machine, seq
 PORT = 29500
 IMPORT = 0.25  # seconds until a process that starts again asks for the others; its predecessor's port is free then
 LOST_AFTER = 1.0  # seconds
+WATCHED = 2  # steps from one evaluation to the next
 THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
 INFINITE = float("inf")
 LONGEST = 120.0  # seconds until everybody has ended
@@ -37,6 +41,8 @@ COARSE = [
     (stores, "POLL_SECONDS", 0.2), (stores, "ANSWER_SECONDS", 1.0), (driver, "WAKING_SECONDS", 0.2),
     (schedule, "MOST_ACTIONS", 6_000),
 ]  # fmt: skip
+ALONE = "kill", "crash", "mute", "fall", "freeze", "stop", "leave", "interrupt"  # faults of a host
+LINKS = "cut", "deaf", "slow", "lose"  # faults of a link
 MENDS = {"start": "kill crash mute", "thaw": "freeze stop", "heal": "cut deaf slow"}
 
 
@@ -60,10 +66,11 @@ class Simulation(Observer):
         self.runs, self.told, self.ends = {}, {}, {}  # by process: what it has, the steps it was told, how it ended
         self.wrong = {}  # by process that ended by an error: members that were well, so that it need not have
         self.leaving, self.victims = set(), set()
+        self.interrupted, self.signals = set(), Signals(self.schedule)
         self.troubles = {}  # when something befell a host, or a link, last
         self.definition = SimpleNamespace(
             replicas=REPLICAS, total=steps, updates=steps, epochs=None, phases=None, rounds=Rounds(), stream=False,
-            source=None, plan=SimpleNamespace(steps=steps), schedule_on=None, batch_size=8,
+            source=None, plan=SimpleNamespace(steps=steps), schedule_on=None, batch_size=8, epoch_ended=bool,
         )  # fmt: skip
 
     def run(self):
@@ -99,7 +106,7 @@ class Simulation(Observer):
     def train(self, process):
         """What a caller does: as ``Recipe.train``."""
         run = SimpleNamespace(world=None, engine=None, framework=Framework(), begun=INFINITE, ended=INFINITE)
-        run.computes = False
+        run.computes, run.evaluated = False, []
         self.told[process], self.runs[process] = [], run
         self.schedule.wait(seconds=IMPORT if process.life else 0)
         try:
@@ -113,19 +120,22 @@ class Simulation(Observer):
         except PhalanxError as error:
             self.ends[process] = error
             self.wrong[process] = self.wrongly_lost(process)
+        except KeyboardInterrupt:
+            self.ends[process] = "interrupted"
         run.ended = self.schedule.now
         for each in [process, *self.processes(process.rank, "worker")]:  # its threads and workers end with it
             self.schedule.kill(each)
 
     def steps_of(self, process, run):
-        loop = Loop(self.definition, run.engine, (), (self,))
+        loop = Loop(self.definition, run.engine, (Watch(),), (self,))
         try:
             while not loop.finished and not run.engine.run_state.leaving:
                 loop.advance(None, watched=False)
                 if process in self.leaving and run.engine.pause():
                     run.engine.run_state.leaving = "SIGTERM came"
         finally:
-            loop.end()
+            with interrupts.held():
+                loop.end()
         self.ends[process] = "done" if loop.finished else "left"
 
     def step(self, report):
@@ -133,6 +143,10 @@ class Simulation(Observer):
         process = self.schedule.process
         self.schedule.wait()
         self.told[process].append((report.step, report.loss, self.runs[process].world.members.number))
+
+    def evaluated(self, metrics):
+        """A caller is told of an evaluation."""
+        self.runs[self.schedule.process].evaluated.append(metrics["state"])
 
     def happened(self, incident):
         """Nothing is to be done."""
@@ -204,6 +218,7 @@ class Simulation(Observer):
             (members, "subprocess", net.subprocess), (members, "presence", SimpleNamespace(own=bool)),
             (gloo, "LEFT", []), (stores, "secrets", net.secrets), (stores, "_listening", lambda *_: None),
             (stores, "STORES", Own(self.schedule)),
+            (interrupts, "PROCESS", self.signals),
             (world, "RUNS", Own(self.schedule)), (world, "surroundings", self.surroundings),
             (world, "ends", lambda address: (address_of(rank()), address)), (world, "towards", lambda _: ""),
             (world, "_host", lambda: f"host{rank()}"), (world, "threading", net.threading),
@@ -239,8 +254,8 @@ class Simulation(Observer):
             return random.choice(undoing)
         rank = random.randrange(self.size)
         other = (rank + random.randrange(1, self.size)) % self.size
-        fault = random.choice(("kill", "crash", "mute", "fall", "freeze", "stop", "leave", "cut", "deaf", "slow"))
-        return (fault, rank, other) if fault in ("cut", "deaf", "slow") else (fault, rank)
+        fault = random.choice((*ALONE, *LINKS))
+        return (fault, rank, other) if fault in LINKS else (fault, rank)
 
     def processes(self, rank, *parts):
         """Processes of a host that live."""
@@ -300,6 +315,14 @@ class Simulation(Observer):
         self.leaving.update(self.processes(rank, "caller"))
         return bool(self.processes(rank, "caller"))
 
+    def interrupt(self, rank):
+        """Ctrl-C is pressed."""
+        found = self.processes(rank, "caller")
+        for process in found:
+            self.interrupted.add(process)
+            self.signals.of(process).received(signal.SIGINT, None)
+        return bool(found)
+
     def cut(self, one, other):
         """Nothing passes between two hosts."""
         return self.deaf(one, other) | self.deaf(other, one)
@@ -316,6 +339,11 @@ class Simulation(Observer):
         self.net.slow.add((one, other))
         return new
 
+    def lose(self, one, other):
+        """One datagram is lost."""
+        self.net.losing[one, other] += 1
+        return True
+
     def heal(self, one, other):
         """The link is as before."""
         links = {(one, other), (other, one)}
@@ -323,6 +351,49 @@ class Simulation(Observer):
         self.net.cut -= links
         self.net.slow -= links
         return bool(broken)
+
+
+class Watch:
+    """An evaluation every so many steps: its value is the state."""
+
+    data, batch_size = (), 1
+
+    def is_due(self, steps, epoch, *, epoch_ended):
+        return steps % WATCHED == 0
+
+    def following(self, steps, plan):
+        return steps - steps % WATCHED + WATCHED
+
+    def metrics(self, *, single):
+        return SimpleNamespace(fold=lambda value: {"state": value})
+
+    def full(self, name):
+        return name
+
+
+class Signals:
+    """In place of ``interrupts.PROCESS``: of each simulated process its own."""
+
+    def __init__(self, schedule):
+        vars(self).update(schedule=schedule, each={})
+
+    def of(self, process):
+        """What a process knows of SIGINT."""
+        if process not in self.each:
+            own = self.each[process] = interrupts._Process()
+            own.installed, own.before = True, signal.default_int_handler
+        return self.each[process]
+
+    def _mine(self):
+        own = self.of(self.schedule.process)
+        own.main = threading.get_ident() if self.schedule.acting.name == "main" else None
+        return own
+
+    def __getattr__(self, name):
+        return getattr(self._mine(), name)
+
+    def __setattr__(self, name, value):
+        setattr(self._mine(), name, value)
 
 
 class Own(dict):

@@ -37,6 +37,7 @@ class Net:
 
     def __init__(self, schedule):
         self.schedule, self.cut, self.slow = schedule, set(), set()
+        self.losing = collections.Counter()  # how many datagrams of a link are to be lost
         self.files, self.bound, self.stores, self.groups = [], {}, {}, {}
         self.count = itertools.count(1)  # of whatever needs a name: no number comes twice
         self.time = SimpleNamespace(monotonic=self.now, perf_counter=self.now, sleep=self.sleep)
@@ -185,7 +186,9 @@ class Datagrams(File):
         if self.refused is not None and self.refused <= net.schedule.now:
             self.refused = None
             raise ConnectionRefusedError
-        if not net.passes(here, there):
+        lost = net.losing[here, there] > 0
+        net.losing[here, there] -= lost
+        if lost or not net.passes(here, there):
             return
         listener, moment = net.bound.get(self.to), net.arrival(here, there)
         if listener is None or listener.gone():

@@ -162,10 +162,15 @@ class Schedule:
             raise Ended
 
     @property
+    def acting(self) -> Actor:
+        """The actor whose turn it is."""
+        assert self._current is not None
+        return self._current
+
+    @property
     def process(self) -> Any:
         """Whose actor is acting."""
-        assert self._current is not None
-        return self._current.process
+        return self.acting.process
 
     def lives(self, process: Any) -> bool:
         """Whether a process has an actor that has not ended."""

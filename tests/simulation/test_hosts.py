@@ -13,13 +13,12 @@ from phalanx.engines.hosts.driver import Distributed
 from phalanx.errors import PhalanxError
 from phalanx.plan import membership
 from tests.sampling import SEED
-from tests.simulation.hosts import Simulation
+from tests.simulation.hosts import ALONE, Simulation
 from tests.simulation.schedule import Stuck, shortened, spelled
 from tests.simulation.verdict import check
 
 STEPS, DOUBLES = 3, 1500
 SCHEDULES = int(os.environ.get("PHALANX_SCHEDULES", "2000"))  # of a campaign, for each number of hosts
-ALONE = "kill", "crash", "mute", "fall", "freeze", "stop", "leave", "start"
 
 
 def failure(script, size, seed=None):
@@ -51,9 +50,9 @@ def holds(scripts, size):
 
 def faults(size):
     """All faults that can befall so many hosts."""
-    alone = [(fault, rank) for fault in ALONE for rank in range(size)]
+    alone = [(fault, rank) for fault in (*ALONE, "start") for rank in range(size)]
     cut = [("cut", *pair) for pair in itertools.combinations(range(size), 2)]
-    pairs = itertools.product(("deaf", "slow"), itertools.permutations(range(size), 2))
+    pairs = itertools.product(("deaf", "slow", "lose"), itertools.permutations(range(size), 2))
     return [*alone, *cut, *[(fault, *pair) for fault, pair in pairs]]
 
 
@@ -99,6 +98,13 @@ def test_two_faults(size):
 def test_random_schedules(size):
     """Up to three faults at any time, and turns in any order."""
     assert holds(range(1000 * SEED, 1000 * SEED + 50), size) > 50
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ctrl_c_twice(size):
+    """Nothing waits after a second one, and all others learn that the run was closed."""
+    scripts = [{at: ("interrupt", 0), at + 1: ("interrupt", 0)} for at in range(1, actions(size), 10)]
+    assert holds(scripts, size) > len(scripts)
 
 
 @pytest.mark.campaign
@@ -218,6 +224,11 @@ def stale(monkeypatch):
     monkeypatch.setattr(Distributed, "_agreed", kept)
 
 
+def unrepeated(monkeypatch):
+    """Planted: an evaluation that a fall breaks off is not done again."""
+    monkeypatch.setattr(Distributed, "evaluate", lambda self, *facts: self.engine.evaluate(*facts))
+
+
 def twice(monkeypatch):
     """Planted: a step that was done while an incarnation ended is told, and told again."""
     advanced = Distributed._advanced
@@ -233,7 +244,7 @@ def twice(monkeypatch):
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("plant", [split, late, forgotten, stale, twice])
+@pytest.mark.parametrize("plant", [split, late, forgotten, stale, twice, unrepeated])
 def test_planted_faults_are_found(plant, monkeypatch):
     """Each is found by some of the first seeds, and its script is short."""
     plant(monkeypatch)

@@ -14,10 +14,12 @@ import torch
 from phalanx.engines.hosts.gloo import Gloo
 from phalanx.errors import RunError, SeveredError
 from phalanx.seams.records import Captured, StepReport, Tensor
+from phalanx.surroundings import interrupts
 from tests.simulation.net import PrefixStore, Store
 
 REPLICAS, PRIME = 8, 2_147_483_647
 COMPUTE = 0.3  # seconds of a step
+EVALUATE = 0.25  # seconds of an evaluation
 WAKE = 0.1  # between two looks of a caller at news
 SECONDS = 4.0  # to wait for another process
 
@@ -119,13 +121,19 @@ class Machine:
             while self._done == step:
                 self._schedule.wait(lambda: self._done > step or self._idle(), WAKE)
                 if self._done == step:
-                    self._check_alarm()
-                    if self._idle():
-                        raise SeveredError(self._trouble or "a worker was killed", step=step)
+                    self._check_others()
         except RunError as error:
             self.ended = str(error)
             raise
         return self._absorbed()
+
+    def evaluate(self, metrics, data, batch_size, weights):
+        self.check_able()
+        end = self._schedule.now + EVALUATE
+        while self._schedule.now < end:
+            self._schedule.wait(self._idle, WAKE)
+            self._check_others()
+        return float(self._state)
 
     def pause(self):
         self._horizon = 0
@@ -157,6 +165,12 @@ class Machine:
     def _idle(self):
         return bool(self._trouble) or not self._schedule.lives(self._worker)
 
+    def _check_others(self):
+        interrupts.check()
+        self._check_alarm()
+        if self._idle():
+            raise SeveredError(self._trouble or "a worker was killed", step=self._steps)
+
     def _check_alarm(self):
         if why := self._alarm():
             raise SeveredError(why, step=self._steps)
@@ -164,4 +178,4 @@ class Machine:
     def _absorbed(self):
         step, loss = self._steps, self._losses[self._steps]
         self.run_state.add(loss, REPLICAS)
-        return StepReport(step, None, loss, 0.0, 0.0, REPLICAS, COMPUTE, losses={})
+        return StepReport(step, 0, loss, 0.0, 0.0, REPLICAS, COMPUTE, losses={})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
-from phalanx.errors import PeersLostError, RunError
+from phalanx.errors import LeftError, PeersLostError, RunError
 from phalanx.plan.membership import quorum
-from tests.simulation.hosts import LONGEST
+from tests.simulation.hosts import LONGEST, WATCHED
 
 
 def check(simulation):
@@ -30,10 +31,22 @@ def check_told(simulation, process, steps, losses):
     assert first == 0 or run.world.joins, f"{process} was told of steps {steps}"
     if run.engine is None:
         return
+    check_evaluated(simulation, run, process)
     history = run.engine.run_state.loss_history
     assert history == states[1 : len(history) + 1], f"{process} has other losses: {history}"
     if simulation.ends.get(process) is not None and not run.engine.engine.lost:
         assert run.framework.state == states[len(history)], f"{process} has another state after {len(history)} steps"
+
+
+def check_evaluated(simulation, run, process):
+    """Each evaluation that is due is told once, in order, and is of the state that it is said to be of."""
+    due = [step for step in range(1, simulation.steps + 1) if step % WATCHED == 0 or step == simulation.steps]
+    expected = [(step, simulation.states[step], "state") for step in due]
+    found = [dataclasses.astuple(each) for each in run.engine.run_state.evaluated]
+    assert found == expected[: len(found)], f"{process} evaluated {found}"
+    assert run.evaluated == [value for _, value, _ in found][len(found) - len(run.evaluated) :], f"{process} was told"
+    if simulation.ends.get(process) == "done":
+        assert found == expected, f"{process} evaluated {found} only"
 
 
 def check_end(simulation, process):
@@ -44,10 +57,12 @@ def check_end(simulation, process):
         assert process in simulation.victims, f"{process} ended without a word"
     elif end == "done":
         assert (told and told[-1][0] == simulation.steps - 1) or run.world.joins, f"{process} was told of steps {told}"
-    elif end == "left":
-        assert process in simulation.leaving, f"{process} left by itself"
+    elif end in ("left", "interrupted"):
+        assert process in getattr(simulation, {"left": "leaving"}.get(end, end)), f"{process} {end} by itself"
+    elif isinstance(end, LeftError):
+        assert simulation.interrupted, f"nobody has closed the run, but {process} says {end}"
     else:
-        unready = [each for each in simulation.ends if not simulation.runs[each].computes]
+        unready = [each for each, other in simulation.runs.items() if not other.computes]
         told_so = any(f"process {each.rank}" in str(end) and "left the run" in str(end) for each in unready)
         early = isinstance(end, RunError) and (process in unready or told_so)
         assert early or isinstance(end, PeersLostError), f"{process} ended by {end!r}"

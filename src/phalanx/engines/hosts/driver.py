@@ -23,7 +23,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import hashed
 from phalanx.engines.changing import Changing
-from phalanx.engines.hosts.members import CLOSED, DONE, FAILED, LEAVES
+from phalanx.engines.hosts.members import CLOSED, DONE, LEAVES, Farewell
 from phalanx.engines.hosts.world import World
 from phalanx.engines.processes.driver import Processes, beside
 from phalanx.engines.processes.starter import WARM
@@ -91,8 +91,7 @@ class Distributed(Changing[Processes]):
         try:
             report = self._kept_up(lambda: self._advanced(step, batch, horizon))
         except BaseException as error:
-            away = isinstance(error, PeersLostError)  # the others may go on
-            self._quit(LEAVES if away else FAILED, f"{type(error).__name__}: {error}", step)
+            self._quit(*Farewell.after(error), step)
             raise
         self._recent.append(report)
         self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
@@ -125,12 +124,14 @@ class Distributed(Changing[Processes]):
 
     def close(self) -> None:
         """Copy the state to the caller, end the workers, leave the world. Who is done first waits for the others."""
-        if self._finished and not self._gone and not self.engine.ended:
-            self._see_off()
-        if self.run_state.leaving:
-            self._quit(LEAVES, self.run_state.leaving)
-        else:
-            self._quit(DONE if self._finished else CLOSED, f"it was closed after {self._steps} steps")
+        try:
+            if self._finished and not self._gone and not self.engine.ended:
+                self._see_off()
+        finally:  # a second Ctrl-C does not wait for others
+            if self.run_state.leaving:
+                self._quit(LEAVES, self.run_state.leaving)
+            else:
+                self._quit(DONE if self._finished else CLOSED, f"it was closed after {self._steps} steps")
 
     @property
     def _steps(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from phalanx.checkpoint.directory import MARK, first, is_marked
 from phalanx.engines.hosts import beacon
-from phalanx.errors import PeersLostError
+from phalanx.errors import LeftError, PeersLostError
 from phalanx.plan.membership import Addressed, Agreement, Message, quorum
 from phalanx.surroundings import interrupts, presence
 
@@ -35,6 +35,12 @@ class Farewell(NamedTuple):
 
     way: str
     why: str
+
+    @classmethod
+    def after(cls, error: BaseException) -> Farewell:
+        """Of a process that an error ends. Who has lost the others goes alone; who was told of an end tells it on."""
+        ways = {PeersLostError: LEAVES, LeftError: CLOSED, KeyboardInterrupt: CLOSED}
+        return cls(ways.get(type(error), FAILED), f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 class Members:

@@ -28,7 +28,7 @@ from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, ends, towards
-from phalanx.engines.hosts.members import CLOSED, FAILED, LEAVES, Farewell, Members
+from phalanx.engines.hosts.members import CLOSED, LEAVES, Farewell, Members
 from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, served, surroundings
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
 from phalanx.plan.membership import mutual
@@ -300,13 +300,14 @@ class World:
 
     def failed(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Before the first step: let others know why this process leaves, before they miss it."""
-        why = f"{type(error).__name__}: {error}"[:LONGEST]
+        assert error is not None, "it is called for an error"
+        way, why = Farewell.after(error)
         if not self.joins:
-            ask = functools.partial(self._store.set, f"left/{self.rank}", why)
+            ask = functools.partial(self._store.set, f"left/{self.rank}", why[:LONGEST])
             thread = threading.Thread(target=_tried, args=(ask,), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
-        self.part(LEAVES if self.joins or isinstance(error, PeersLostError) else FAILED, why)  # the others may go on
+        self.part(LEAVES if self.joins else way, why)  # who joins is not needed
 
     def part(self, way: str, why: str) -> None:
         """Leave the run: say why, and close what was opened for it; the store stays."""
