@@ -128,10 +128,8 @@ class Distributed(Changing[Processes]):
             if self._finished and not self._gone and not self.engine.ended:
                 self._see_off()
         finally:  # a second Ctrl-C does not wait for others
-            if self.run_state.leaving:
-                self._quit(LEAVES, self.run_state.leaving)
-            else:
-                self._quit(DONE if self._finished else CLOSED, f"it was closed after {self._steps} steps")
+            leaving, way = self.run_state.leaving, DONE if self._finished else CLOSED
+            self._quit(LEAVES if leaving else way, leaving or f"it was closed after {self._steps} steps")
 
     @property
     def _steps(self) -> int:

@@ -37,7 +37,7 @@ class Farewell(NamedTuple):
     why: str
 
     @classmethod
-    def after(cls, error: BaseException) -> Farewell:
+    def after(cls, error: BaseException | None) -> Farewell:
         """Of a process that an error ends. Who has lost the others goes alone; who was told of an end tells it on."""
         ways = {PeersLostError: LEAVES, LeftError: CLOSED, KeyboardInterrupt: CLOSED}
         return cls(ways.get(type(error), FAILED), f"{type(error).__name__}: {error}".removesuffix(": "))

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
@@ -300,11 +301,10 @@ class World:
 
     def failed(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Before the first step: let others know why this process leaves, before they miss it."""
-        assert error is not None, "it is called for an error"
         way, why = Farewell.after(error)
         if not self.joins:
             ask = functools.partial(self._store.set, f"left/{self.rank}", why[:LONGEST])
-            thread = threading.Thread(target=_tried, args=(ask,), daemon=True)  # it may never answer
+            thread = threading.Thread(target=_answer, args=(Future(), ask), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
         self.part(LEAVES if self.joins else way, why)  # who joins is not needed
@@ -351,23 +351,20 @@ def in_rows(hosts: Sequence[str]) -> int:
 
 def apart(ask: Callable[[], T], check: Callable[[], object]) -> T:
     """Ask torch in a thread of its own, as it may wait long; ``check`` is called meanwhile, and may raise."""
-    answers: list[tuple[Any, BaseException | None]] = []
-    thread = threading.Thread(target=lambda: answers.append(_tried(ask)), daemon=True)
+    answer: Future[T] = Future()
+    thread = threading.Thread(target=_answer, args=(answer, ask), daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(BRIEF_SECONDS)
         check()
-    answer, error = answers[0]
-    if error is not None:
-        raise error
-    return answer
+    return answer.result()
 
 
-def _tried(ask: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def _answer(answer: Future[T], ask: Callable[[], T]) -> None:
     try:
-        return ask(), None
+        answer.set_result(ask())
     except BaseException as error:
-        return None, error
+        answer.set_exception(error)
 
 
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:

@@ -267,8 +267,10 @@ class Worker:
         return contents ^ int(self._framework.told[0])
 
     def _fail(self) -> None:
-        """Have the others leave the grant. A barrier that this worker has reached lets them pass."""
-        order()  # a worker that sees the trouble sees how far this one came
+        """Have the others leave the grant. A barrier that this worker has reached lets them pass.
+
+        Whoever sees the trouble sees that: ``wait`` and ``_wait_for`` of the barrier have ordered it before.
+        """
         self._counters.trouble = 1
 
     def _evaluate(self, metric_fn: Metrics, data: Any, batch_size: int, weights: Weights | None) -> list[Any]:
