@@ -80,6 +80,7 @@ EVERY_TIME = {
         "accelerator/test_accelerator.py::test_the_host_cannot_read_a_device": 1,
     },
     "hosts and the backend": {
+        "hosts/test_falls.py::test_who_is_left_saves[steps]": 1,
         "hosts/test_hosts.py::test_two_hosts": 1,
         "backend/test_collectives.py::test_all_reduce": 1,
         "backend/test_failures.py::test_a_dead_rank_is_an_error_on_all_others": 1,

@@ -8,16 +8,16 @@ PhalanxError
     ├── StateError      a replica gave another value when it was computed again: user code keeps state of its own
     ├── CorruptionError an audit found that two workers computed different values
     ├── SnapshotError   a snapshot cannot be written or used
-    ├── PeersLostError  so many processes of the world are lost that the others may not go on
+    ├── PeersLostError  so many processes of the world are lost, or did not come, that this one may not go on
+    │   └── SeveredError    the connection to another host is gone
     ├── LeftError       another process of the world ended the run early
     ├── Preempted       SIGTERM came; a snapshot was written
     ├── LostError       workers ended in a way that took the run's state with them
     ├── StartError      the process that starts workers has ended
-    ├── SeveredError    the connection to another host is gone
     └── PeerError       another rank of the backend is gone (also a RuntimeError); ``phalanx.backend.PeerError``
 
-Users see LostError, StartError and SeveredError as RunErrors. Trouble and InPartsError never leave the package:
-they break off work within it.
+Users see LostError and StartError as RunErrors, and SeveredError as a PeersLostError. Trouble and InPartsError never
+leave the package: they break off work within it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ class LeftError(RunError):
 
 
 class PeersLostError(RunError):
-    """So many other processes are lost that this one may not go on, or they went on without it. Snapshots are good."""
+    """So many other processes are lost, or never came, that this one may not go on; or they went on without it.
+
+    Snapshots are good.
+    """
 
 
 class Preempted(RunError):  # noqa: N818  the field's word
@@ -136,7 +139,7 @@ class StartError(RunError):
     """The process that starts workers has ended, or it hung and was killed."""
 
 
-class SeveredError(RunError):
+class SeveredError(PeersLostError):
     """The connection to another host is gone, or it delivered data that is not of this run."""
 
 

@@ -370,12 +370,13 @@ def test_a_host_leaves(three, tmp_path, victim):
     assert "SIGTERM" in found[2]["incidents"][0][2]
 
 
-@pytest.mark.parametrize("during", ["steps", pytest.param("slow", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("during", ["steps", "slow", "last"])
 def test_who_is_left_saves(three, tmp_path, during):
-    """The process that saves falls, while it saves every step, or in an evaluation: another goes on, with one chain."""
-    hosts = three(run_dir=str(tmp_path / "run"), snapshot_every=1, slow=during == "slow")
-    hosts.at(18, 1)
-    time.sleep(1 if during == "slow" else 0)  # into the evaluation that follows the next step
+    """The process that saves falls while it saves every step, or in an evaluation: another goes on, with one chain."""
+    hosts = three(run_dir=str(tmp_path / "run"), snapshot_every=1, slow=during != "steps")
+    hosts.at(STEPS - 2 if during == "last" else 18, 1)
+    time.sleep(0 if during == "steps" else 1)  # into the evaluation that follows the next step
     strike(hosts.processes[0], signal.SIGKILL)
     found = hosts.ended(1, 2)
     alone = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS).train(engine="inline", run_dir=tmp_path / "alone")

@@ -101,6 +101,12 @@ def early():
             if rank == odd and report.step == 3:
                 return "enough"
 tried(early)
+class Fails:
+    everywhere = True
+    def step(self, report):
+        if rank == odd and report.step == 3:
+            raise ValueError("boom")
+tried(lambda: family.recipe(4, steps=50).train(deadline_seconds=60, callbacks=[Fails()]).steps)
 told.append([results[0].steps, results[0].digest])
 """)
     mine, other = found[odd], found[1 - odd]
@@ -115,6 +121,7 @@ told.append([results[0].steps, results[0].digest])
     assert f"process {odd} left before this run began: " in other[1]
     assert mine[2] == "enough"
     assert "left the run: it was closed after" in other[2]
+    assert "left the run: it was closed after 4 steps, because of ValueError: boom" in other[3]
 
 
 @pytest.mark.long

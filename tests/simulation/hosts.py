@@ -129,6 +129,7 @@ class Simulation(Observer):
     def steps_of(self, process, run):
         loop = Loop(self.definition, run.engine, (Watch(),), (self,))
         try:
+            loop.complete()  # who joins may have a step to complete
             while not loop.finished and not run.engine.run_state.leaving:
                 loop.advance(None, watched=False)
                 if process in self.leaving and run.engine.pause():

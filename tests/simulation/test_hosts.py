@@ -142,6 +142,25 @@ ONCE = {
 }
 
 
+# The same for several faults.
+SEVERAL = {
+    "who was left behind in an evaluation said that it closed the run": (
+        4, {284: ("freeze", 1), 500: ("thaw", 1), 522: ("freeze", 2)}
+    ),
+    "a step that was done while a process joined was not evaluated": (
+        2, {127: ("fall", 1), 141: ("kill", 1), 166: ("start", 1)}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SEVERAL)
+def test_what_several_faults_broke_once(what):
+    """Faults that once led to something wrong together, at their distance, some actions earlier and later."""
+    size, script = SEVERAL[what]
+    moved = [{at + later: fault for at, fault in script.items()} for later in range(-10, 11)]
+    assert holds(moved, size) > len(moved)
+
+
 @pytest.mark.parametrize("what", ONCE)
 def test_what_broke_once(what):
     """A fault that once led to something wrong, at each action around the one that showed it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from phalanx.errors import LeftError, PeersLostError, RunError
+from phalanx.errors import LeftError, PeersLostError
 from phalanx.plan.membership import quorum
 from tests.simulation.hosts import LONGEST, WATCHED
 
@@ -64,8 +64,8 @@ def check_end(simulation, process):
     else:
         unready = [each for each, other in simulation.runs.items() if not other.computes]
         told_so = any(f"process {each.rank}" in str(end) and "left the run" in str(end) for each in unready)
-        early = isinstance(end, RunError) and (process in unready or told_so)
-        assert early or isinstance(end, PeersLostError), f"{process} ended by {end!r}"
+        early = process in unready or told_so
+        assert isinstance(end, PeersLostError), f"{process} ended by {end!r}"
         well = simulation.wrong[process]
         assert early or not well, f"{process} ended by {end!r}, although {well} were well"
 

@@ -112,17 +112,23 @@ class Loop:
         """Do a step, on ``batch`` or the next planned one; ``watched``: the caller may look at the state after it."""
         self.complete()
         self.check_able()
+        self._succeed()
+        if self._completing:
+            raise UsageError("a step was asked for in the middle of another; ask after that step, not in a callback")
+        self._data.check(contents=False)
+        self._unbroken(functools.partial(self._updated, batch, watched=watched))
+        return self._report
+
+    def _succeed(self) -> Sequence[Observer]:
+        """Take what this process needs if it reports and saves in place of another, as soon as that can be had."""
+        more: Sequence[Observer] | None = ()
         if self._successors is not None and self._engine.run_state.leads:
             more = next(self._successors, None)
             self._observers += tuple(more or ())
             self._successors = None if more is None else self._successors
             for observer, incident in itertools.product(more or (), self._engine.run_state.incidents[self._told :]):
                 observer.happened(incident)
-        if self._completing:
-            raise UsageError("a step was asked for in the middle of another; ask after that step, not in a callback")
-        self._data.check(contents=False)
-        self._unbroken(functools.partial(self._updated, batch, watched=watched))
-        return self._report
+        return more or ()
 
     def complete(self, *, again: bool = True) -> None:
         """Do the remaining tasks of steps that are done; without ``again``, up to the first that has to succeed."""
@@ -322,11 +328,19 @@ class Loop:
         with contextlib.ExitStack() as endings:
             if self._supply is not None:
                 endings.callback(self._supply.close)
+            if self.finished and not self._ended:
+                endings.callback(self._end_in_place)
             endings.callback(self._engine.close)
             for observer in self._observers:
                 endings.callback(observer.end)
             if not self._ended:
                 endings.callback(self.complete, again=False)
+
+    def _end_in_place(self) -> None:
+        """Save in place of a process that fell after its last step, or in the evaluation that follows it."""
+        with contextlib.ExitStack() as endings:
+            for observer in self._succeed():
+                endings.callback(observer.end)
 
     def _measured(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> dict[str, Any]:
         """The values of metrics over all of ``data``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -129,7 +130,9 @@ class Distributed(Changing[Processes]):
                 self._see_off()
         finally:  # a second Ctrl-C does not wait for others
             leaving, way = self.run_state.leaving, DONE if self._finished else CLOSED
-            self._quit(LEAVES if leaving else way, leaving or f"it was closed after {self._steps} steps")
+            error = sys.exc_info()[1]  # a with block ends by it
+            by = "" if error is None else f", because of {Farewell.after(error).why}"
+            self._quit(LEAVES if leaving else way, leaving or f"it was closed after {self._steps} steps{by}")
 
     @property
     def _steps(self) -> int:
@@ -168,16 +171,16 @@ class Distributed(Changing[Processes]):
         """Do something. If an incarnation ends meanwhile, do it in the next one."""
         while True:
             try:
-                return do()
-            except (SeveredError, LostError) as error:
-                if self._gone or os.getpid() != self._owner:
-                    raise
                 try:
+                    return do()
+                except (SeveredError, LostError) as error:
+                    if self._gone or os.getpid() != self._owner:
+                        raise
                     self._go_on(error)
-                except PeersLostError as lost:  # the others may go on
-                    if not self._finished:
-                        self._quit(LEAVES, str(lost), self._steps)
-                    raise
+            except PeersLostError as lost:  # the others may go on
+                if not self._finished:
+                    self._quit(LEAVES, str(lost), self._steps)
+                raise
 
     def _go_on(self, error: RunError) -> None:
         """End this incarnation, and begin the next one that all members agree on."""

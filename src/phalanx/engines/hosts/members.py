@@ -40,7 +40,8 @@ class Farewell(NamedTuple):
     def after(cls, error: BaseException | None) -> Farewell:
         """Of a process that an error ends. Who has lost the others goes alone; who was told of an end tells it on."""
         ways = {PeersLostError: LEAVES, LeftError: CLOSED, KeyboardInterrupt: CLOSED}
-        return cls(ways.get(type(error), FAILED), f"{type(error).__name__}: {error}".removesuffix(": "))
+        way = next((way for kind, way in ways.items() if isinstance(error, kind)), FAILED)
+        return cls(way, f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 class Members:

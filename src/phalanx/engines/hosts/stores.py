@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.engines.hosts.gloo import TCP
-from phalanx.errors import PeersLostError, PhalanxError, RunError, UsageError
+from phalanx.errors import PeersLostError, PhalanxError, UsageError
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
@@ -49,7 +49,7 @@ def opened(rank: int, size: int, address: str, port: int, seconds: float) -> Any
 
     Raises
     ------
-    RunError
+    PeersLostError
         The store did not answer.
     """
     if dist.is_initialized():
@@ -60,7 +60,7 @@ def opened(rank: int, size: int, address: str, port: int, seconds: float) -> Any
             STORES[key] = _open(rank, address, port, datetime.timedelta(seconds=seconds))
         return STORES[key]
     except Exception as error:
-        raise RunError(
+        raise PeersLostError(
             f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
             "start all of them, and let them reach MASTER_ADDR and MASTER_PORT"
         ) from error
@@ -86,7 +86,7 @@ def reached(address: str) -> Iterator[None]:
     except PhalanxError:
         raise
     except Exception as error:
-        raise RunError(
+        raise PeersLostError(
             f"the store at {address}, which the host of process 0 has, cannot be reached any more ({error}): process 0 "
             "has ended, or its host is lost. Start all processes again: with a run_dir the run goes on from its newest "
             "snapshot, to the same digest"
@@ -101,7 +101,7 @@ def run_of(store: Any, rank: int, size: int, seconds: float, look: Callable[[], 
 
     Raises
     ------
-    RunError
+    PeersLostError
         Rank 0, or a process that should have asked, did not come.
     """
     end = time.monotonic() + seconds

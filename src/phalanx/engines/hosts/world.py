@@ -42,6 +42,7 @@ BRIEF_SECONDS = 0.005
 CONNECTED = datetime.timedelta(seconds=20)  # until members that have agreed reach their store
 PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
+ENDS = {LEAVES: PeersLostError, CLOSED: LeftError}  # how a run ends for those that a process leaves in such a way
 ENDED = ". So it has ended here, too"
 RUNS = [0]  # begun in this process; the same number in all processes
 
@@ -174,8 +175,7 @@ class World:
         chosen = self.members.agree(told, functools.partial(self._proposed, least), self.seconds)
         if (final := self.members.final) is not None:
             rank, (way, why) = final
-            kind = LeftError if way == CLOSED else RunError
-            raise kind(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
+            raise ENDS.get(way, RunError)(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
         if str(self.members.me) not in chosen["places"]:
             raise PeersLostError(f"the other members go on without {self.named(self.members.me)}: they did not hear it")
         if chosen["wrong"]:
@@ -303,7 +303,7 @@ class World:
         """Before the first step: let others know why this process leaves, before they miss it."""
         way, why = Farewell.after(error)
         if not self.joins:
-            ask = functools.partial(self._store.set, f"left/{self.rank}", why[:LONGEST])
+            ask = functools.partial(self._store.set, f"left/{self.rank}", f"{way} {why}"[:LONGEST])
             thread = threading.Thread(target=_answer, args=(Future(), ask), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
@@ -328,10 +328,10 @@ class World:
                 if self._store.check([key]):
                     return self._store.get(key)
                 if self._store.check([f"left/{rank}"]):
-                    why = self._store.get(f"left/{rank}").decode(errors="replace")
-                    raise RunError(f"{self.named(rank)} left before this run began: {why}")
+                    way, _, why = self._store.get(f"left/{rank}").decode(errors="replace").partition(" ")
+                    raise ENDS.get(way, RunError)(f"{self.named(rank)} left before this run began: {why}")
                 time.sleep(POLL_SECONDS)
-        raise RunError(
+        raise PeersLostError(
             f"{self.named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
             "world must train the same recipe"
         )
