@@ -267,6 +267,8 @@ def _strike(hosts: Hosts, done: Campaign, folder: pathlib.Path, what: str, host:
 
 def _fill(hosts: Hosts, done: Campaign, folder: pathlib.Path) -> None:
     """Have every write to a file fail, as on a full disk; see that the run goes on, and saves once there is room."""
+    step = hosts.step  # the limit counts shared memory, too, which the first snapshot of an incarnation makes
+    hosts.until(lambda: newest_step(folder / "run") > step, "a snapshot")
     began, step, saved = time.monotonic(), hosts.step, newest_step(folder / "run")
     limits = {host.process.pid: resource.prlimit(host.process.pid, resource.RLIMIT_FSIZE) for host in hosts.all}
     for pid, (_, most) in limits.items():

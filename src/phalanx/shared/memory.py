@@ -58,7 +58,7 @@ class Memory:
                 os.ftruncate(self.fd, size)
             except OSError as error:
                 raise UsageError(
-                    f"{size / 1e9:.1f} GB of shared memory cannot be had ({error}); raise the limit on files (ulimit "
+                    f"{size:,} bytes of shared memory cannot be had ({error}); raise the limit on files (ulimit "
                     "-f), or use engine='inline' (same answer)"
                 ) from error
             self.size = size
