@@ -98,6 +98,7 @@ def test_only_the_expected_memory_is_opened(tmp_path):
             memory._opened(__import__("os").getpid(), file.fileno(), 100)
 
 
+@pytest.mark.long
 def test_nothing_is_left(right):
     """After groups ended, well or not, no process, name in /dev/shm or file remains."""
     before = set(pathlib.Path("/dev/shm").iterdir())

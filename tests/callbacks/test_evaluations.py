@@ -121,6 +121,7 @@ def test_what_cannot_be_measured_is_refused():
         recipe().train(evaluation=[evaluation(), evaluation()])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_schedule_goes_by_epochs_or_by_a_metric(tmp_path, workers):
     """StepLR is stepped once an epoch; ReduceLROnPlateau sees the epoch's loss or the metric; also after a resume."""

@@ -39,6 +39,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.cases(2)
 @EVERYWHERE
 @pytest.mark.parametrize("name", [".log.csv.new", "log.csv"])
 def test_a_link_in_the_place_of_the_log(tmp_path, name, options):

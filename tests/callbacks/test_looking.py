@@ -141,6 +141,7 @@ def test_who_only_looks_changes_nothing(options, way):
     assert train(options, look, way).digest == recipe().train(engine="inline").digest
 
 
+@pytest.mark.cases(1)
 def test_changes_after_the_last_step_are_not_in_the_result(options):
     """result.model is the trained one, or a copy of that."""
     with recipe().start(**options) as run:
@@ -155,6 +156,7 @@ def test_changes_after_the_last_step_are_not_in_the_result(options):
     assert result.digest == run.result().digest == recipe().train(engine="inline").digest
 
 
+@pytest.mark.cases(1)
 def test_who_keeps_the_model_is_refused_later(options):
     """It was asked for before the first step, and is changed later."""
     with recipe().start(**options) as run:
@@ -170,6 +172,7 @@ def test_who_keeps_the_model_is_refused_later(options):
         assert run.result().digest == recipe().train(engine="inline").digest
 
 
+@pytest.mark.cases(1)
 def test_it_is_one_object_and_shows_the_state(options):
     """As long as nothing moves, the model is the same object, and no part of it that of the result."""
     with recipe().start(**options) as run:

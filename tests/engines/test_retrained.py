@@ -73,6 +73,7 @@ def moved(before, after):
     return {name.partition(".")[0] for name, value in after.items() if not torch.equal(value, before[name])}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_end_in_the_same_bits(workers):
     """Any number of workers ends in the bits of one process, and not in those of a run that freezes nothing."""

@@ -237,6 +237,7 @@ class Norm(Plain):
         return [0.5 * group["lr"] + 0.005 * norm for group in self.optimizer.param_groups]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("workers", "place", "told"),
     [
@@ -363,6 +364,7 @@ def test_the_way_out_is_exact():
         assert give(None, clamped).train(engine="processes", workers=workers).digest == wanted.digest
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", ["sgd_nesterov", "adam_tensor_lr"])
 def test_ordinary_schedulers_are_refused_nothing(name, optimizer):

@@ -225,6 +225,7 @@ def test_the_cause_is_of_the_users_own_class(kind):
         assert several.__cause__.__dict__.items() >= vars(ERRORS[kind]()).items()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["attribute", "argument"])
 def test_an_error_that_cannot_travel_is_told_by_name_and_text(kind):
     """An exception that holds a lock arrives as one of the same name and text, with the address and the state."""

@@ -57,6 +57,7 @@ def planted(*values):
     return phalanx.Recipe(lambda: nn.Linear(1, 1), data, loss_fn, replicas=4, batch_size=4, steps=1, shuffle=False)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changes", [{}, {"micro_batches": 2}, {"batch_size": 3}, {"replicas": 3}], ids=["plain", "micro", "empty", "three"]
 )

@@ -244,6 +244,7 @@ def test_the_step_is_in_the_digest():
     assert len(digests) == 4
 
 
+@pytest.mark.long
 def test_threads_are_part_of_the_answer():
     """Two threads have the bits of the plain loop with two threads, and user code finds two."""
     told = {"make_model": lambda: Circumstances(5, 3)}

@@ -272,6 +272,7 @@ def decoded_loss(model, batch):
     return F.mse_loss(model(batch[0]), batch[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("second", ["decoder", ["decoder.weight", "decoder.bias"]])
 def test_tied_parameters(second):
     """A parameter with two names is updated by the phases that name either, as in the loop by hand."""

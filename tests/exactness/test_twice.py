@@ -270,6 +270,7 @@ def test_nothing_else_is_found(name):
     assert len(digests) == 1
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["maps, a table, BatchNorm and dropout", "micro-batches"])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_the_bits_are_those_of_the_plain_loop(name, replicas):

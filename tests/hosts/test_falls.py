@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import os
 import pathlib
@@ -20,7 +19,6 @@ from phalanx.cli import pages
 from tests.families import FAMILIES
 from tests.hosts.network import ROOT, Network, descendants, output, strike, until, why_not
 from tests.hosts.worlds import free_port
-from tests.sampling import sample
 
 WHY_NOT = why_not()
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.timeout(240)]
@@ -170,10 +168,9 @@ def three(tmp_path):
         yield lambda **options: Hosts(network, tmp_path, **options)
 
 
-@pytest.mark.parametrize(
-    ("how", "victim"),
-    sample("falls of hosts", itertools.product(["killed", "process", "stopped", "frozen", "cut"], [0, 1, 2]), 1),
-)
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["killed", "process", "stopped", "frozen", "cut"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_host_falls(three, how, victim):
     """Killed or frozen, all of it or the caller's process, or its link down: two go on, in the same processes."""
     hosts = three()

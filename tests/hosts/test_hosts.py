@@ -267,6 +267,7 @@ def test_stretches():
     assert stretches(masks, {0: 0, 1: 3, 2: 7}, like) == [((0,), 0, 7), ((1,), 7, 12)]
 
 
+@pytest.mark.long
 def test_a_state_travels():
     """A state arrives as it was; a flipped bit, or bytes cut off, are refused."""
     recipe = FAMILIES["conv_norm"].recipe(2, steps=2)

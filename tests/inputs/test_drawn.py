@@ -121,6 +121,7 @@ def test_a_batch_sampler_decides_the_batches():
         plan.steps_per_epoch  # noqa: B018
 
 
+@pytest.mark.cases(1)
 @kinds
 def test_the_loop_by_hand(kind):
     """A run ends in the digest and losses of a loop by hand over ``recipe.plan``, and not in those of other draws."""

@@ -124,7 +124,7 @@ def test_one_buffer_filled_anew(way, kind):
     assert trained(Dataset(kind), "inline").digest != expected.digest
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @BY_INDEX
 @pytest.mark.parametrize("dataset", [Normalising, NormalisingCopies])
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])
@@ -140,7 +140,7 @@ def by_numpy(count):
     return torch.tensor(np.random.rand(count))
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @BY_INDEX
 @pytest.mark.parametrize("dataset", [Caching, CachingParts, lambda: Caching(by_numpy)])
 def test_a_cache_of_what_was_drawn(way, dataset):

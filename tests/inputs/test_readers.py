@@ -87,7 +87,7 @@ def test_any_number_of_readers(workers, readers, expected):
     assert_same(over(Slow()).train(readers=readers, **options), expected)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changes",
     [{"micro_batches": 2, "batch_size": 12}, {"batch_size": None}, {"batch_size": 2}, {"drop_last": True}],
@@ -106,6 +106,7 @@ def noisy(samples):
     return x + torch.rand(()) + random.random() + np.random.rand(), y
 
 
+@pytest.mark.long
 def test_collating_that_draws(expected):
     """A collate_fn that draws random numbers, or changes the list that it is given, gets the replica's."""
     results = [over(Slow(), collate_fn=noisy).train(engine="inline", readers=readers) for readers in (0, 1, 3)]

@@ -125,7 +125,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("alone", [False, True], ids=["collate_fn", "batch_size=None"])
 def test_samples_that_are_changed(source, alone):

@@ -381,6 +381,7 @@ class Leaking(nn.Module):
         return self.body(x)
 
 
+@pytest.mark.long
 def test_18_a_parameter_written_through_data():
     """What a replica computes depends on which ones ran before it: check names the replica and the parameter."""
     found, *_ = check(recipe(make_model=Leaking), steps=2)

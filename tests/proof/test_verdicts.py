@@ -166,7 +166,7 @@ def test_replay_names_a_loss_that_the_run_did_not_have(tmp_path):
 ODD = [None, -1, 3.5, 1e400, "x", "", [], {}, True, 10**30, [[]]]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", ["header", "link", "run", "state", "snapshot", "event"])
 def test_values_that_nobody_wrote(tmp_path, run, place):
     """Whatever a field holds, every command ends in a sentence of its own: what differs, or what is damaged."""

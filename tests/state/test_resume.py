@@ -864,6 +864,7 @@ def earlier():
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sigterm_here(tmp_path, earlier, workers):
     """The step is done and saved, Preempted raised; an earlier handler is called once, and there again afterwards."""

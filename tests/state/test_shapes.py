@@ -171,6 +171,7 @@ def test_optimizers_that_cannot_be(tmp_path, folder, change):
         norm_recipe(NEWER + 1).train(run_dir=tmp_path / "run", engine="inline")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("part", [0, None, "phases", ["phases"], {}])
 def test_a_description_that_is_none(tmp_path, good, part):
     """Whatever stands where the recipe's description has its parts, a snapshot is read, and a page made of the run."""

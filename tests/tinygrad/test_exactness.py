@@ -17,7 +17,8 @@ TWO = ["CPU", "CPU:1"]
 ONE_BY_ONE = ("dropout", "norm", "tied", "whole_loss")
 
 
-@pytest.mark.parametrize("name", sample("tinygrad, R = 1", ONE_BY_ONE, 1))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_one_replica(name):
     """One replica ends in the bits of a loop by hand: dropout, BatchNorm, a weight used twice, a loss in forward."""
     recipe = FAMILIES[name].recipe(1)
