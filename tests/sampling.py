@@ -76,7 +76,6 @@ EVERY_TIME = {
         "devices/test_ranks.py::test_resumed_on_other_devices": 1,
         "devices/test_ranks.py::test_a_death_at_every_named_point": 3,
         "devices/test_ranks.py::test_kills_at_random": 1,
-        "devices/test_processes.py::test_a_device_for_each_process": 1,
         "accelerator/test_accelerator.py::test_the_host_cannot_read_a_device": 1,
     },
     "hosts and the backend": {

@@ -118,6 +118,7 @@ class OtherThere:
         return loss * 2 if output.device.type != "cpu" else loss
 
 
+@pytest.mark.cases(1)
 @pytest.mark.accelerator
 @pytest.mark.parametrize("count", [1, 2])
 def test_runs_are_computed_again_where_they_were(tmp_path, count):

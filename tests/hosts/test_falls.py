@@ -251,7 +251,8 @@ def test_a_link_is_cut_in_one_direction(three, pair):
     assert {facts["error"] for facts in told if "error" in facts} == {"PeersLostError"}
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_host_comes_back(three, victim):
     """A process that starts again with the same environment finds the run and joins it, the first one too."""
     hosts = three(pause=0.5)

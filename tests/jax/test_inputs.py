@@ -34,7 +34,7 @@ def recipe(data):
     return phalanx.Recipe(mlp, data, cross_entropy, mlp_forward, replicas=3, batch_size=9, epochs=2, shuffle=False)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:readers is")  # streams have none
 @pytest.mark.parametrize("data", [Rows(), phalanx.Stream(rows)], ids=["dataset", "stream"])
 @pytest.mark.parametrize("place", PLACES, ids=str)
