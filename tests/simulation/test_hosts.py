@@ -18,7 +18,7 @@ from tests.simulation.schedule import Stuck, shortened, spelled
 from tests.simulation.verdict import check
 
 STEPS, DOUBLES = 3, 1500
-SCHEDULES = int(os.environ.get("PHALANX_SCHEDULES", "2000"))  # of a campaign, for each number of hosts
+SCHEDULES = int(os.environ.get("PHALANX_SCHEDULES", "7000"))  # of a campaign, for each number of hosts
 
 
 def failure(script, size, seed=None):

@@ -3,6 +3,7 @@
 A failure prints a script. ``fails(script, case)`` replays it. PHALANX_SEED chooses other schedules.
 """
 
+import os
 import random
 from dataclasses import dataclass, field, replace
 from unittest import mock
@@ -18,6 +19,7 @@ from tests.simulation.schedule import shortened, spelled
 from tests.simulation.workers import CALLER, HOST, Host
 
 MOST_STEPS = 4
+SCHEDULES = int(os.environ.get("PHALANX_SCHEDULES", "80000"))
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,12 @@ def test_going_back_that_is_broken_off_leaves_no_whole_state():
     campaign([6511])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(40))
 def test_many_schedules(part):
-    """The same, for longer."""
-    first = SEED * 1_000_000 + 1000 + part * 3000
-    campaign(range(first, first + 3000))
+    """The same, 80,000 times, or as PHALANX_SCHEDULES says."""
+    first = SEED * 1_000_000 + 1000
+    campaign(range(first + part, first + SCHEDULES, 40))
 
 
 def turns(every, actions=8000):
