@@ -172,7 +172,8 @@ class Simulation(Observer):
         """Whether nothing befell these hosts, and the links between them, for a while, and they began together."""
         things = [(rank,) for rank in ranks] + list(itertools.permutations(ranks, 2))
         calm = min(map(self.since, things)) >= CALM
-        begun = [self.runs[Process(rank, self.lives[rank])].begun for rank in ranks]
+        newest = [self.runs.get(Process(rank, self.lives[rank])) for rank in ranks]
+        begun = [INFINITE if run is None else run.begun for run in newest]
         together = max(begun) - min(begun) < LOST_AFTER / 2 or self.schedule.now - max(begun) >= CALM
         return calm and together and not set(things) & (self.net.cut | self.net.slow)
 
@@ -184,11 +185,13 @@ class Simulation(Observer):
         """Whether the process of a host is in the same run, and lives, or did some seconds ago, or has done it."""
         process = Process(rank, self.lives[rank])
         run = self.runs.get(process)
+        if self.since((rank,)) < ago:  # also one that was started again meanwhile
+            return True
         if run is None or run.world is None or run.world.members.run != mine.world.members.run:
             return False
         parts = [each for each in self.processes(rank, "caller", "beacon") if each.life == process.life]
         moving = process in parts and not any(map(self.schedule.frozen, parts))
-        recently = 0 <= self.schedule.now - run.ended < ago or self.since((rank,)) < ago
+        recently = 0 <= self.schedule.now - run.ended < ago
         return run is mine or moving or recently or self.ends.get(process) == "done"
 
     def surroundings(self):
