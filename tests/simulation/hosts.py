@@ -14,6 +14,8 @@ import signal
 import threading
 from types import SimpleNamespace
 
+from greenlet import getcurrent
+
 from phalanx.engines.hosts import beacon, driver, gloo, members, stores, world
 from phalanx.errors import PhalanxError
 from phalanx.plan import Rounds
@@ -33,13 +35,13 @@ WATCHED = 2  # steps from one evaluation to the next
 THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
 INFINITE = float("inf")
 LONGEST = 120.0  # seconds until everybody has ended
+MOST_ACTIONS = 6_000  # of a run
 CALM = 5.0  # seconds without trouble after which nobody may be lost: as long as a connection takes, and a silence
 # Waits are longer here, so that there are fewer actions to strike at.
 COARSE = [
     (beacon, "BEATS", 4), (beacon, "FAREWELLS", 2), (beacon, "FAREWELL_SECONDS", 0.1), (members, "TICK_SECONDS", 0.2),
     (world, "BRIEF_SECONDS", 0.2), (world, "CONNECTED", datetime.timedelta(seconds=3)), (world, "POLL_SECONDS", 0.2),
     (stores, "POLL_SECONDS", 0.2), (stores, "ANSWER_SECONDS", 1.0), (driver, "WAKING_SECONDS", 0.2),
-    (schedule, "MOST_ACTIONS", 6_000),
 ]  # fmt: skip
 ALONE = "kill", "crash", "mute", "fall", "freeze", "stop", "leave", "interrupt"  # faults of a host
 LINKS = "cut", "deaf", "slow", "lose"  # faults of a link
@@ -60,7 +62,7 @@ class Simulation(Observer):
 
     def __init__(self, size, steps, script, seed=None, faults=3):
         self.size, self.steps, self.faults = size, steps, faults
-        self.schedule = schedule.Schedule(script, self.strike, seed, self.draw)
+        self.schedule = schedule.Schedule(script, self.strike, seed, self.draw, most=MOST_ACTIONS)
         self.net, self.states = Net(self.schedule), sequence(steps)
         self.lives = [-1] * size
         self.runs, self.told, self.ends = {}, {}, {}  # by process: what it has, the steps it was told, how it ended
@@ -190,7 +192,7 @@ class Simulation(Observer):
         if run is None or run.world is None or run.world.members.run != mine.world.members.run:
             return False
         parts = [each for each in self.processes(rank, "caller", "beacon") if each.life == process.life]
-        moving = process in parts and not any(map(self.schedule.frozen, parts))
+        moving = process in parts and not self.schedule.frozen & set(parts)
         recently = 0 <= self.schedule.now - run.ended < ago
         return run is mine or moving or recently or self.ends.get(process) == "done"
 
@@ -218,7 +220,7 @@ class Simulation(Observer):
             *[(module, "c10d", torches) for module in (stores, world)],
             *[(module, "TCP", Store) for module in (stores, world)],
             (beacon, "os", SimpleNamespace(getpid=self.getpid, getppid=self.getppid)),
-            (beacon, "stopped", lambda _: self.schedule.frozen(self.schedule.process._replace(part="caller"))),
+            (beacon, "stopped", lambda _: self.schedule.process._replace(part="caller") in self.schedule.frozen),
             (members, "subprocess", net.subprocess), (members, "presence", SimpleNamespace(own=bool)),
             (gloo, "LEFT", []), (stores, "secrets", net.secrets), (stores, "_listening", lambda *_: None),
             (stores, "STORES", Own(self.schedule)),
@@ -263,8 +265,7 @@ class Simulation(Observer):
 
     def processes(self, rank, *parts):
         """Processes of a host that live."""
-        living = {actor.process for actor in self.schedule._actors if self.schedule.lives(actor.process)}
-        return sorted(each for each in living if each.rank == rank and each.part.split()[0] in parts)
+        return sorted(each for each in self.schedule.living if each.rank == rank and each.part.split()[0] in parts)
 
     def killed(self, rank, *parts):
         found = self.processes(rank, *parts)
@@ -290,9 +291,8 @@ class Simulation(Observer):
         return self.killed(rank, "worker")
 
     def frozen(self, frozen, rank, *parts):
-        found = [each for each in self.processes(rank, *parts) if self.schedule.frozen(each) != frozen]
-        for process in found:
-            self.schedule.freeze(process, frozen)
+        found = [each for each in self.processes(rank, *parts) if (each in self.schedule.frozen) != frozen]
+        (self.schedule.frozen.update if frozen else self.schedule.frozen.difference_update)(found)
         return bool(found)
 
     def freeze(self, rank):
@@ -390,7 +390,7 @@ class Signals:
 
     def _mine(self):
         own = self.of(self.schedule.process)
-        own.main = threading.get_ident() if self.schedule.acting.name == "main" else None
+        own.main = threading.get_ident() if getcurrent().name == "main" else None
         return own
 
     def __getattr__(self, name):

@@ -70,7 +70,7 @@ class Net:
     def arrival(self, sender, to):
         """When something that is sent now comes."""
         moment = self.schedule.now + (SLOW if (sender, to) in self.slow else 0 if sender == to else LATENCY)
-        self.schedule.expect(moment)
+        self.schedule.moments.append(moment)
         return moment
 
     def own(self, file):
@@ -241,10 +241,10 @@ class Thread:
 
     def is_alive(self):
         self.net.schedule.check()
-        return not self.actor.thread.dead
+        return not self.actor.dead
 
     def join(self, seconds):
-        self.net.schedule.wait(lambda: self.actor.thread.dead, seconds)
+        self.net.schedule.wait(lambda: self.actor.dead, seconds)
 
 
 class Store:
@@ -276,7 +276,7 @@ class Store:
 
         def over():
             broken = server is not None and net.gone(server.owner)
-            return reached() and (broken or (ready() and not (server and net.schedule.frozen(server.owner))))
+            return reached() and (broken or (ready() and not (server and server.owner in net.schedule.frozen)))
 
         done = net.schedule.wait(over, self.seconds)
         if not done or (server is not None and net.gone(server.owner)):

@@ -2,24 +2,20 @@
 
 A process has one or more actors. Each is a greenlet: it goes on until it waits for something, and there the schedule
 decides who is next. So the code that is tested is the real one, and whatever happens is a list of decisions. Without a
-decision, actors take turns. A ``Script`` has the decisions that differ from that, and the faults, by the number of the
-action where each comes. The same script leads to the same run.
+decision, actors take turns. A script has the decisions that differ from that, and the faults, by the number of the
+action where each comes: ("turn", how many are passed over), or a fault and what it strikes. The same script leads to
+the same run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
+import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
 
 from greenlet import getcurrent, greenlet
-
-MOST_ACTIONS = 200_000
-Script = dict[int, tuple[Any, ...]]  # at an action: ("turn", how many are passed over), or a fault and what it strikes
 
 
 class Ended(BaseException):
@@ -30,13 +26,10 @@ class Stuck(AssertionError):
     """Nobody can go on, or all go on for ever."""
 
 
-class Actor:
-    """A thread of a simulated process."""
+class Actor(greenlet):
+    """A thread of a simulated process: it can go on when ``ready()``, and from the moment ``until`` on."""
 
-    def __init__(self, number: int, process: Any, name: str, thread: greenlet) -> None:
-        self.number, self.process, self.name, self.thread = number, process, name, thread
-        self.ready: Callable[[], object] | None = None
-        self.until: float | None = 0.0
+    ready, until = None, 0.0
 
 
 class Schedule:
@@ -44,16 +37,18 @@ class Schedule:
 
     Parameters
     ----------
-    script : Script
+    script : dict
         Decisions to replay.
+    strike : callable
+        ``strike(fault, *what)`` does a fault of the script; returns whether it met anything.
     seed : int, optional
         With one, further decisions are drawn from it, and added to ``script``.
-    draw : callable, optional
+    draw : callable
         ``draw(random, schedule)``: a fault to be done now, or None. Only with a seed.
-    strike : callable
-        ``strike(fault, *what)`` does a fault of the script.
     restless : float
         How probable it is that somebody else's turn comes first, with a seed.
+    most : int
+        Actions after which a run has no end.
 
     Attributes
     ----------
@@ -63,209 +58,159 @@ class Schedule:
         How many there were.
     struck : list
         Faults that were done: a script whose faults miss proves nothing.
+    frozen : set
+        Processes that are stopped.
+    moments : list of float
+        When something happens by itself, so that somebody may be ready then.
     """
 
-    def __init__(
-        self, script: Script, strike: Callable[..., bool], seed: int | None = None,
-        draw: Callable[[random.Random, Schedule], tuple[Any, ...] | None] | None = None, restless: float = 0.1,
-    ) -> None:  # fmt: skip
-        self.script, self.now, self.actions = script, 0.0, 0
-        self.struck: list[tuple[int, tuple[Any, ...]]] = []
+    def __init__(self, script, strike, seed=None, draw=None, restless=0.1, most=200_000):
+        self.script, self.now, self.actions, self.most = script, 0.0, 0, most
+        self.struck, self.frozen, self.moments = [], set(), []
         self._strike, self._draw, self._restless = strike, draw, restless
         self._random = None if seed is None else random.Random(seed)
-        self._actors: list[Actor] = []  # that have not ended
-        self._living: Counter[Any] = Counter()  # how many actors of each process have not ended
-        self._begun = 0
-        self._current: Actor | None = None
-        self._dead: set[Any] = set()
-        self._frozen: set[Any] = set()
-        self._moments: list[float] = []
+        self._actors, self._living, self._dead = [], Counter(), set()  # how many actors of each process have not ended
+        self._begun = self._last = 0  # how many actors; the number after which the next one is looked for
         self._home = getcurrent()
-        self._last, self._stay = 0, False
 
-    def start(self, process: Any, name: str, body: Callable[[], object]) -> Actor:
+    def start(self, process, name, body):
         """Begin an actor of a process; it runs when its turn comes. A process that was killed is never begun again."""
         self.check()
-        actor = Actor(self._begun, process, name, greenlet(body, self._home))
+        actor = Actor(body, self._home)
+        actor.number, actor.process, actor.name = self._begun, process, name
         self._actors.append(actor)
         self._living[process] += 1
         self._begun += 1
         return actor
 
-    def run(self) -> None:
-        """Run until all actors have ended.
-
-        Raises
-        ------
-        Stuck
-            They do not end.
-        """
+    def run(self):
+        """Run until all actors have ended. Raises a ``Stuck`` if they do not end."""
         try:
             while (actor := self._chosen()) is not None:
-                self._current, self._last, self._stay = actor, actor.number, False
+                self._last = actor.number
                 with contextlib.suppress(Ended):
-                    actor.thread.switch()
-                if actor.thread.dead:
+                    actor.switch()
+                if actor.dead:
                     self._end(actor)
         finally:
-            self._current = None
             for actor in list(self._actors):
                 self.kill(actor.process)
 
-    def wait(self, ready: Callable[[], object] | None = None, seconds: float | None = None) -> bool:
+    def wait(self, ready=None, seconds=None):
         """By an actor: let others act until ``ready()``, or until some time has passed; returns whether it is ready.
 
         Without ``ready``: until the time has passed. With neither: until the next turn.
         """
-        actor = self._current
-        assert actor is not None
-        self.check()
-        actor.ready = ready
-        actor.until = self.now if ready is None and seconds is None else None if seconds is None else self.now + seconds
-        self._befall()
-        self.check()  # it may have struck this one
-        self._home.switch()
-        actor.ready = None  # what it holds ends with it
-        self.check()
-        return bool(ready is not None and ready())
+        self.act()
+        if seconds is None:
+            seconds = 0 if ready is None else math.inf
+        self._let_others_act(ready, self.now + seconds)
+        return ready is not None and bool(ready())
 
-    def act(self) -> None:
-        """By an actor: do something that others may see. It may be struck before, but keeps its turn."""
-        self.check()
-        self._befall()
-        self.check()
-
-    def expect(self, moment: float) -> None:
-        """Something happens by itself at this moment, so somebody may be ready then."""
-        heapq.heappush(self._moments, moment)
-
-    def pause(self) -> None:
-        """By an actor: others may act here. Without a decision it goes on itself."""
+    def act(self):
+        """By an actor: do something that others may see, and keep the turn; returns whether something was decided."""
         self.check()
         self.actions += 1
-        if self.actions not in self.script and not self._drawn():
-            if self.actions > MOST_ACTIONS:
-                raise Stuck(f"no end after {self.actions} actions")
-            return
-        actor = self._current
-        assert actor is not None
-        actor.ready, actor.until = None, self.now
-        self._strike_planned()
-        self.check()
-        self._stay = True
-        self._home.switch()
-        self.check()
+        planned = self.script.get(self.actions) or self._drawn()
+        if planned is None:
+            return False
+        if planned[0] != "turn" and self._strike(*planned):
+            self.struck.append((self.actions, planned))
+            self.check()  # it may have struck this one
+        return True
 
-    def check(self) -> None:
+    def pause(self):
+        """By an actor: others may act here. Without a decision it goes on itself."""
+        if self.act() or self.actions > self.most:
+            self._last -= 1
+            self._let_others_act(None, self.now)
+
+    def check(self):
         """Raise in an actor whose process is dead."""
-        if self._current is not None and self._current.process in self._dead:
+        if getattr(getcurrent(), "process", None) in self._dead:
             raise Ended
 
     @property
-    def acting(self) -> Actor:
-        """The actor whose turn it is."""
-        assert self._current is not None
-        return self._current
+    def process(self):
+        """Whose actor is acting."""
+        return getcurrent().process
 
     @property
-    def process(self) -> Any:
-        """Whose actor is acting."""
-        return self.acting.process
+    def living(self):
+        """All processes that have an actor that has not ended."""
+        return {process for process, count in self._living.items() if count} - self._dead
 
-    def lives(self, process: Any) -> bool:
+    def lives(self, process):
         """Whether a process has an actor that has not ended."""
         return process not in self._dead and self._living[process] > 0
 
-    def kill(self, process: Any) -> None:
-        """End a process at once. What it holds is not tidied up."""
+    def kill(self, process):
+        """End a process at once. What it holds is not tidied up. The actor that acts ends where it asks next."""
         self._dead.add(process)
-        current = self._current
-        for actor in [each for each in self._actors if each.process == process and each is not current]:
-            self._current, actor.thread.parent = actor, getcurrent()
+        for actor in [each for each in self._actors if each.process == process and each is not getcurrent()]:
+            actor.parent = getcurrent()
             with contextlib.suppress(BaseException):  # it leaves its code, which no killed process does
-                actor.thread.throw(Ended)
+                actor.throw(Ended)
             self._end(actor)
-        self._current = current  # if that is to end, it does where it asks next
 
-    def freeze(self, process: Any, frozen: bool = True) -> None:
-        """Stop a process, or let it go on."""
-        (self._frozen.add if frozen else self._frozen.discard)(process)
-
-    def frozen(self, process: Any) -> bool:
-        """Whether a process is stopped."""
-        return process in self._frozen
-
-    def _end(self, actor: Actor) -> None:
+    def _end(self, actor):
         self._actors.remove(actor)
         self._living[actor.process] -= 1
 
-    def _befall(self) -> None:
-        """Do the faults that come now."""
-        self.actions += 1
-        if self.actions not in self.script:
-            self._drawn()
-        self._strike_planned()
-
-    def _drawn(self) -> bool:
-        """Whether a decision was drawn for this action; it is in the script then."""
-        draw = self._random
-        if draw is None:
-            return False
-        planned = None if self._draw is None else self._draw(draw, self)
-        if planned is None and draw.random() < self._restless:
-            planned = ("turn", draw.randrange(1, 1 + self._begun))
+    def _drawn(self):
+        """What is drawn for this action, if anything; it is in the script then."""
+        if self._random is None:
+            return None
+        planned = self._draw(self._random, self) if self._draw else None
+        if planned is None and self._random.random() < self._restless:
+            planned = "turn", self._random.randrange(1, 1 + self._begun)
         if planned is not None:
             self.script[self.actions] = planned
-        return planned is not None
+        return planned
 
-    def _strike_planned(self) -> None:
-        planned = self.script.get(self.actions)
-        if planned is not None and planned[0] != "turn" and self._strike(*planned):
-            self.struck.append((self.actions, planned))
+    def _let_others_act(self, ready, until):
+        actor = getcurrent()
+        actor.ready, actor.until = ready, until
+        self._home.switch()
+        actor.ready = None  # what it holds ends with it
+        self.check()
 
-    def _chosen(self) -> Actor | None:
+    def _chosen(self):
         """Who acts next; None if all have ended. Time passes until there is one."""
-        planned = self.script.get(self.actions)
-        passed = planned[1] if planned is not None and planned[0] == "turn" else 0
-        turn = self._last - self._stay
+        planned = self.script.get(self.actions, ("turn", 0))
+        passed = planned[1] if planned[0] == "turn" else 0
         while self._actors:
-            if self.actions > MOST_ACTIONS:
+            if self.actions > self.most:
                 raise Stuck(f"no end after {self.actions} actions")
-            moving = [each for each in self._actors if each.process not in self._frozen]
-            moving.sort(key=lambda each: each.number <= turn)
+            moving = [each for each in self._actors if each.process not in self.frozen]
+            moving.sort(key=lambda each: each.number <= self._last)
             able = list(itertools.islice(filter(self._may, moving), None if passed else 1))
             if able:
                 return able[passed % len(able)]
-            while self._moments and self._moments[0] <= self.now:
-                heapq.heappop(self._moments)
-            times = [each.until for each in moving if each.until is not None] + self._moments[:1]
-            if not times:
+            self.moments = [moment for moment in self.moments if moment > self.now]
+            self.now = min([*[each.until for each in moving], *self.moments], default=math.inf)
+            if self.now == math.inf:
                 raise Stuck(f"nobody can go on: {', '.join(f'{each.process} {each.name}' for each in self._actors)}")
-            self.now = max(self.now, min(times))
         return None
 
-    def _may(self, actor: Actor) -> bool:
-        if actor.until is not None and actor.until <= self.now:
-            return True
-        return actor.ready is not None and bool(actor.ready())
+    def _may(self, actor):
+        return actor.until <= self.now or (actor.ready is not None and actor.ready())
 
 
-def shortened(script: Script, fails: Callable[[Script], bool]) -> Script:
+def shortened(script, fails):
     """The script without decisions that the failure does not need."""
-    kept, size = dict(script), max(1, len(script) // 2)
-    while True:
-        for first in range(0, len(kept), size):
-            names = sorted(kept)[first : first + size]
-            less = {at: what for at, what in kept.items() if at not in names}
-            if names and fails(dict(less)):
+    kept, size = dict(script), len(script)
+    while size:
+        before, names = len(kept), sorted(kept)
+        for first in range(0, before, size):
+            less = {at: what for at, what in kept.items() if at not in names[first : first + size]}
+            if fails(dict(less)):
                 kept = less
-                break
-        else:
-            if size == 1:
-                return kept
-            size = max(1, size // 2)
+        if len(kept) == before:
+            size //= 2
+    return kept
 
 
-def spelled(script: Script) -> Iterable[str]:
+def spelled(script):
     """A script as lines that can be pasted into a test."""
-    return (f"{at}: {what!r}," for at, what in sorted(script.items()))
+    return [f"{at}: {what!r}," for at, what in sorted(script.items())]

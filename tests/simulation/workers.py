@@ -107,7 +107,7 @@ class Host:
             return False
         else:
             self.frozen += 1
-            self.schedule.freeze(process)
+            self.schedule.frozen.add(process)
         return True
 
     def kill(self, process):
