@@ -17,7 +17,7 @@ import numpy
 from phalanx.plan.fold import fold_values
 from phalanx.seams.records import Captured, Computed
 from phalanx.shared.layout import WORD, Contents, Spec, StatePiece, lay_out
-from tests.simulation.memory import Cells
+from tests.simulation.memory import frombuffer
 
 PRIME = 9973
 PARAMETERS = 3
@@ -176,11 +176,11 @@ class Machine:
             weights = [self.view(arena, at, VECTOR) for at in layout.weights]
             self.state = State(weights, {}, None, self.state.option)
             self.starts = [self.view(arena, layout.starts[0], SCALAR)]
-            self._norms = Cells(arena.words, arena.base + layout.norms, PARAMETERS, WORD)
+            self._norms = frombuffer(arena, "int64", PARAMETERS, layout.norms)
         return self
 
     def view(self, memory, offset, spec):
-        return Cells(memory.words, memory.base + offset, spec.elements, WORD)
+        return frombuffer(memory, "int64", spec.elements, offset)
 
     def add_into(self, left, right, homes):
         return list(map(added_into, left, right, homes))

@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import builtins
 import pickle
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 
 import numpy
 
 WORD = 8
 SPIN_SECONDS = 0.0002  # that a process spins before it looks again though nothing has changed
 KEPT = 12  # older values of a word that a late read may give
-
-
-class Write:
-    """What a process has written and others do not see yet."""
-
-    def __init__(self, at, value, due, group):
-        self.at, self.value, self.due, self.group = at, value, due, group
+Write = namedtuple("Write", "process at value due group")  # what a process has written and others do not see yet
 
 
 class Words:
@@ -35,36 +29,33 @@ class Words:
 
     def __init__(self, schedule, *, weak):
         self.schedule, self.weak = schedule, weak
-        self.values = defaultdict(int)
-        self.watched = {}  # address to what is called when a write there becomes visible
-        self.changes = 0
-        self._late, self._kind = 0, ""
-        self._pending = {}  # of each process that has any
-        self._groups = defaultdict(int)  # of each process: how often it has called ``order``
+        self.values, self.changes = defaultdict(int), 0
+        self._pending, self._late, self._delayable = [], 0, False
+        self._groups, self._spun = defaultdict(int), {}  # of each process: calls of ``order``; changes when it spun
         self._older = defaultdict(list)  # address to (change, value), the newest last
-        self._floor, self._met, self._spun = defaultdict(int), defaultdict(dict), {}
+        self._floor, self._met = defaultdict(int), defaultdict(int)  # the oldest change that a read may go back to
 
     def late(self, count):
         """Make the access at this action late, if there is one that can be."""
-        self._late = count if self._kind == "write" or (self._kind and self.weak) else 0
-        return bool(self._late)
+        self._late = count if self._delayable else 0
+        return self._late > 0
 
-    def read(self, first, count=1):
+    def read(self, addresses):
         """Some words as the process that is acting sees them."""
-        late, process = self._access("read"), self.schedule.process
-        own = {write.at: write.value for write in self._pending.get(process, ())}
+        late, process = self._access(self.weak), self.schedule.process
+        own = {write.at: write.value for write in self._pending if write.process == process}
         if not own and not self.weak:
-            return [self.values[at] for at in range(first, first + count)]
-        return [own[at] if at in own else self._seen(process, at, late) for at in range(first, first + count)]
+            return [self.values[at] for at in addresses]
+        return [own[at] if at in own else self._seen(process, at, late) for at in addresses]
 
     def write(self, at, value):
         """Write a word."""
-        late, process = self._access("write"), self.schedule.process
-        if late or process in self._pending:
-            write = Write(at, value, self.schedule.actions + late, self._groups[process])
-            self._pending.setdefault(process, []).append(write)
+        late, process = self._access(True), self.schedule.process
+        write = Write(process, at, value, self.schedule.actions + late, self._groups[process])
+        if late or any(each.process == process for each in self._pending):
+            self._pending.append(write)
         else:
-            self._show(process, at, value)
+            self._show(write)
 
     def order(self):
         """What ``shared.memory.order`` promises; x86 promises that anyhow."""
@@ -81,8 +72,10 @@ class Words:
 
     def drain(self, process):
         """Everything that a process has written becomes visible."""
-        for write in self._pending.pop(process, ()):
-            self._show(process, write.at, write.value)
+        for write in self._pending:
+            if write.process == process:
+                self._show(write)
+        self._pending = [write for write in self._pending if write.process != process]
 
     def spin(self):
         """``sched_yield`` in a loop: let others act until something has changed since the last time."""
@@ -92,126 +85,103 @@ class Words:
         self._settle()
         self._spun[process] = self.changes
 
-    def _access(self, kind):
-        self._kind, self._late = kind, 0
+    def _access(self, delayable):
+        """Others may act; returns by how much the access is late."""
+        self._delayable = delayable
         self.schedule.pause()
-        late, self._late, self._kind = self._late, 0, ""
-        if self._pending:
-            self._settle()
+        late, self._late, self._delayable = self._late, 0, False
+        self._settle()
         return late
 
     def _settle(self):
         """What is due becomes visible."""
-        now = self.schedule.actions
-        for process, writes in list(self._pending.items()):
-            kept, waiting = [], set()
-            for write in writes:
-                ordered = kept and (not self.weak or kept[0].group < write.group or write.at in waiting)
-                if ordered or write.due > now:
-                    kept.append(write)
-                    waiting.add(write.at)
-                else:
-                    self._show(process, write.at, write.value)
-            if kept:
-                self._pending[process] = kept
+        writes, self._pending = self._pending, []
+        for write in writes:
+            before = [each for each in self._pending if each.process == write.process]
+            free = all(self.weak and each.group == write.group and each.at != write.at for each in before)
+            if free and write.due <= self.schedule.actions:
+                self._show(write)
             else:
-                del self._pending[process]
+                self._pending.append(write)
 
-    def _show(self, process, at, value):
+    def _show(self, write):
         self.changes += 1
         if self.weak:
-            older = self._older[at]
-            older.append((self.changes, value))
+            older = self._older[write.at]
+            older.append((self.changes, write.value))
             del older[:-KEPT]
-            self._met[process][at] = self.changes
-        self.values[at] = value
-        if at in self.watched:
-            self.watched[at](value)
+            self._met[write.process, write.at] = self.changes
+        self.values[write.at] = write.value
 
     def _seen(self, process, at, late):
         """A word as of now, or of some writes ago, but not of before ``order``, nor older than what was seen."""
         older = self._older.get(at)
         if not older:
             return self.values[at]
-        index, met = len(older) - 1, self._met[process]
-        oldest = max(self._floor[process], met.get(at, 0))
+        index, oldest = len(older) - 1, max(self._floor[process], self._met[process, at])
         while late and index > 0 and older[index][0] > oldest:
             index, late = index - 1, late - 1
         if late and older[0][0] > oldest and len(older) < KEPT:
             return 0  # as it was at first
-        met[at] = max(met.get(at, 0), older[index][0])
+        self._met[process, at] = max(self._met[process, at], older[index][0])
         return older[index][1]
 
 
 class Cells:
     """A stretch of simulated memory, used as ``mmap``, ``memoryview`` and numpy arrays are."""
 
-    __slots__ = ("base", "count", "readonly", "size", "words")
+    __slots__ = ("addresses", "readonly", "words")
 
-    def __init__(self, words, base, count, size=1, readonly=False):
-        self.words, self.base, self.count, self.size, self.readonly = words, base, count, size, readonly
+    def __init__(self, words, addresses, readonly=False):
+        self.words, self.addresses, self.readonly = words, addresses, readonly
 
     def __len__(self):
-        return self.count
+        return len(self.addresses)
 
     def __getitem__(self, key):
-        if isinstance(key, int):
-            assert 0 <= key < self.count
-            return self.words.read(self.base + key * self.size)[0]
-        start, stop, _ = key.indices(self.count)
-        return Cells(self.words, self.base + start * self.size, max(0, stop - start), self.size, self.readonly)
+        at = self.addresses[key]
+        return self.words.read((at,))[0] if isinstance(at, int) else Cells(self.words, at, self.readonly)
 
     def __setitem__(self, key, value):
         if self.readonly:
             raise TypeError("cannot modify read-only memory")
-        if isinstance(key, int):
-            assert 0 <= key < self.count
-            return self.words.write(self.base + key * self.size, value)
-        start, stop, _ = (slice(None) if key is Ellipsis else key).indices(self.count)
-        for at, one in zip(range(start, stop), value, strict=True):
-            self.words.write(self.base + at * self.size, one)
-        return None
-
-    def __iter__(self):
-        return (self[at] for at in range(self.count))
+        at = self.addresses[slice(None) if key is Ellipsis else key]
+        if isinstance(at, int):
+            self.words.write(at, value)
+        else:
+            for each, one in zip(at, value, strict=True):
+                self.words.write(each, one)
 
     def __bytes__(self):
         return bytes(self.tolist())
 
     def tolist(self):
-        """All elements, read at once."""
-        if self.size == 1:
-            return self.words.read(self.base, self.count)
-        return [self.words.read(self.base + at * self.size)[0] for at in range(self.count)]
+        """All elements; bytes are read at once."""
+        return self.words.read(self.addresses) if self.addresses.step == 1 else list(self)
 
     def tobytes(self):
         """Something that is equal as long as nothing changes."""
-        return repr([self.words.values[self.base + at * self.size] for at in range(self.count)]).encode()
+        return [self.words.values[at] for at in self.addresses]
 
     def cast(self, code):
         """The same stretch with elements of another size."""
-        size = 1 if code == "B" else WORD
-        return Cells(self.words, self.base, self.count * self.size // size, size, self.readonly)
+        step = 1 if code == "B" else WORD
+        return Cells(self.words, range(self.addresses.start, self.addresses.stop, step), self.readonly)
 
     def toreadonly(self):
         """The same stretch, not to be written."""
-        return Cells(self.words, self.base, self.count, self.size, True)
+        return Cells(self.words, self.addresses, True)
 
     def sum(self):
         """The sum of all elements."""
-        return builtins.sum(self.tolist())
+        return sum(self.tolist())
 
 
 class Memory:
     """In place of ``shared.memory.Memory``: it is its own descriptor."""
 
     def __init__(self, words, number):
-        self.words, self.size, self._base = words, 0, (number + 1) << 32
-
-    @property
-    def fd(self):
-        """What workers inherit."""
-        return self
+        self.fd, self.words, self.size, self._base = self, words, 0, (number + 1) << 32
 
     def grow(self, size):
         """Make it at least as large."""
@@ -219,11 +189,11 @@ class Memory:
 
     def map(self, *, private=False):
         """All of it."""
-        return Cells(self.words, self._base, self.size)
+        return Cells(self.words, range(self._base, self._base + self.size))
 
     def read(self, size):
         """What ``write`` wrote; it lies in one word."""
-        return self.words.read(self._base)[0]
+        return self.words.read((self._base,))[0]
 
     def write(self, content):
         """Put ``content`` at the beginning."""
@@ -241,8 +211,7 @@ def pack(thing, memory, reducer=None):
 
 def unpack(memory):
     """In place of ``serialization.unpack``."""
-    content = memory.read(0)
-    return pickle.loads(content) if isinstance(content, bytes) else content  # noqa: S301  pickled in this process
+    return pickle.loads(memory.read(0))  # noqa: S301  pickled in this process
 
 
 def viewed(memory):
@@ -250,14 +219,6 @@ def viewed(memory):
     return memory if isinstance(memory, Cells) else builtins.memoryview(memory)
 
 
-class Numpy:
-    """In place of numpy, where it makes arrays over memory."""
-
-    def __getattr__(self, name):
-        return getattr(numpy, name)
-
-    @staticmethod
-    def frombuffer(memory, dtype, count, offset):
-        """An array of words."""
-        count = count // WORD if dtype is numpy.uint8 else count
-        return Cells(memory.words, memory.base + offset, count, WORD)
+def frombuffer(memory, dtype, count, offset):
+    """In place of that of numpy: an array of words."""
+    return memory[offset:][: count * numpy.dtype(dtype).itemsize].cast("q")

@@ -16,7 +16,7 @@ from phalanx.shared import counters
 from phalanx.shared.counters import Barrier, Counters
 from tests.sampling import SEED
 from tests.simulation.schedule import shortened, spelled
-from tests.simulation.workers import CALLER, HOST, Host
+from tests.simulation.workers import CALLER, Host
 
 MOST_STEPS = 4
 SCHEDULES = int(os.environ.get("PHALANX_SCHEDULES", "80000"))
@@ -205,8 +205,9 @@ def test_an_update_that_is_broken_off_is_not_called_whole():
 
 def looked_late(self, workers=None, look=Counters.all_idle):
     """Before the caller sees whether workers are idle, they do all that they can."""
-    if HOST[0].schedule.process == CALLER:
-        HOST[0].schedule.wait(seconds=1e-5)
+    schedule = self._words.words.schedule
+    if schedule.process == CALLER:
+        schedule.wait(seconds=1e-5)
     return look(self, workers)
 
 

@@ -8,10 +8,11 @@ and the order in which it is seen, how recipes travel. A machine of whole number
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import os
 import signal
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy
 
@@ -25,11 +26,12 @@ from phalanx.plan.lifecycle import OWN
 from phalanx.seams.records import RunState
 from phalanx.shared import counters, layout, state
 from tests.simulation.machine import Dealer, Machine, sequence
-from tests.simulation.memory import Memory, Numpy, Words, pack, unpack, viewed
+from tests.simulation.memory import Memory, Words, frombuffer, pack, unpack, viewed
+from tests.simulation.replacing import altered, replaced
 from tests.simulation.schedule import Schedule
 
 CALLER = "caller"
-HOST = []  # the one that is being simulated
+MODULES = counters, layout, state, worker, pool, failures, supervisor, driver
 DEADLINE = 0.4  # seconds that a worker may be silent
 POLL = 0.05  # seconds: longer than any wait, unless somebody was not woken
 
@@ -69,29 +71,27 @@ class Host:
         self.schedule = Schedule(script, self.strike, seed, draw, restless)
         self.words = Words(self.schedule, weak=weak)
         self.count, self.replicas, self.steps, self.captures = workers, replicas, steps, captures
-        self.share, self.most, self.poll = share, most, -1 if hasty else 1000 * POLL
-        self.tokens, self.births = itertools.count(), itertools.count()
-        self.leaves = leaves
+        self.share, self.most, self.hasty, self.leaves = share, most, hasty, leaves
         self.brought, self.raises, self.portable = brought, raises, portable
-        self.held = self.error = None  # a snapshot that the caller reads; why the run ended early
-        self.workers, self.readable = {}, {}  # the newest process of each; descriptors
-        self.spans, self.kills, self.frozen, self.finished = {}, 0, 0, False
+        self.numbers, self.workers = itertools.count(), {}  # of memories and processes; the newest process of each
+        self.kills = self.frozen = 0
+        self.held = self.lost = None  # a snapshot that the caller reads; at the end, whether the state is lost
 
     def run(self):
         """Train; raises an AssertionError for whatever must not be."""
-        HOST.append(self)
-        try:
-            with simulated(self):
-                self.schedule.start(CALLER, "main", self._train)
-                self.schedule.run()
-        finally:
-            HOST.remove(self)
-        assert self.finished
+        with self.simulated():
+            self.schedule.start(CALLER, "main", self._train)
+            self.schedule.run()
+        assert self.lost is not None
 
-    @property
     def clock(self):
         """Seconds; every action takes some."""
         return self.schedule.now + self.schedule.actions * 1e-8
+
+    def sleep(self, seconds):
+        """Let others act for some time."""
+        self.words.fence()
+        self.schedule.wait(seconds=seconds)
 
     def strike(self, kind, *facts):
         """A fault, or a late access."""
@@ -103,7 +103,7 @@ class Host:
         if kind == "kill":
             self.kills += 1
             self.kill(process)
-        elif self.poll < 0:  # the caller never waits, so no time passes
+        elif self.hasty:  # the caller never waits, so no time passes
             return False
         else:
             self.frozen += 1
@@ -117,7 +117,7 @@ class Host:
 
     def spawn(self, number, memories, channel):
         """Start the process of a worker; returns its name."""
-        process = self.workers[number] = f"worker {number}, {next(self.births)}"
+        process = self.workers[number] = f"worker {number}, {next(self.numbers)}"
 
         def live():
             self.words.order()
@@ -127,15 +127,34 @@ class Host:
         self.schedule.start(process, "main", live)
         return process
 
+    def simulated(self):
+        """Inside, what the real code calls of the system is simulated."""
+        words = self.words
+        names = {
+            "order": words.order, "fence": words.fence, "memoryview": viewed, "give_back": bool,
+            "Memory": lambda _, memory=None: memory or Memory(words, next(self.numbers)), "check_room": lambda *_: None,
+            "time": SimpleNamespace(perf_counter=self.clock, monotonic=self.clock, sleep=self.sleep),
+            "os": altered(os, sched_yield=words.spin), "select": SimpleNamespace(poll=lambda: Poller(self), POLLIN=1),
+            "signal": SimpleNamespace(SIGINT=2, signal=lambda *_: None), "warnings": SimpleNamespace(),
+            "np": altered(numpy, frombuffer=frombuffer),
+            "WorkerHandle": functools.partial(Handle, self), "DriverChannel": lambda channel: channel,
+            "Output": lambda: SimpleNamespace(open=False, follow=bool, forget=bool, carry=lambda _: []),
+            "pack": pack, "unpack": unpack, "pack_recipe": pack_recipe, "unpacked": lambda _: self.definition,
+            "adopt_environment": bool, "starting": contextlib.nullcontext, "BatchShares": Dealer, "Reports": Noted,
+            "open_framework": lambda *_, **__: Machine(self), "STARTING": DEADLINE, "SHARE": self.share,
+            "IDLE_YIELDS": 2, "POLL_MILLISECONDS": -1 if self.hasty else 1000 * POLL,
+        }  # fmt: skip
+        return replaced(MODULES, names)
+
     def _train(self):
-        definition = SimpleNamespace(
+        self.definition = SimpleNamespace(
             replicas=self.replicas, rounds=Rounds(), phases=None, micro_batches=1, updates=self.steps, seed=0,
             on_nonfinite="stop", source=None, epoch_of=lambda step: 0,
             plan=SimpleNamespace(shares=lambda _: [numpy.array([each]) for each in range(self.replicas)]),
         )  # fmt: skip
         self.framework, self.run_state = Machine(self), RunState(max_failures=self.most, allow=None)
-        placed = place(self.replicas, self.count)
-        engine = driver.Processes(definition, self.framework, placed, self.run_state, Deadline(DEADLINE))
+        placed, deadline = place(self.replicas, self.count), Deadline(DEADLINE)
+        engine = driver.Processes(self.definition, self.framework, placed, self.run_state, deadline)
         states, reports = sequence(self.replicas, self.steps)
         try:
             self._do_steps(engine, states, reports)
@@ -145,14 +164,13 @@ class Host:
             assert self.raises is None or self.leaves is not None
         self._release(states)
         (engine.close if self.leaves is None else engine.break_off)()
-        self.lost = engine.lost
         if engine.lost:
             assert self._may_be_lost, engine.ended
         else:
             check_state(self.framework.state, states[len(self.run_state.loss_history)])
         late = POLL + self.frozen * (3 * DEADLINE)
         assert self.schedule.now < late, f"somebody was not woken: it took {self.schedule.now} s"
-        self.finished = True
+        self.lost = engine.lost
 
     def _do_steps(self, engine, states, reports):
         unseen = self.run_state.unseen
@@ -174,7 +192,6 @@ class Host:
 
     def _check_error(self, error):
         """The run may end by what a replica raised, or where the table of recovery says so."""
-        self.error = error
         if isinstance(error, WorkerError):
             assert (error.step, error.replica) == self.raises == (len(self.run_state.loss_history), error.replica)
         else:
@@ -193,7 +210,7 @@ class Host:
         assert report.step == told
         assert (report.loss, report.grad_norm, report.lr, report.parts) == expected
         if not self.kills and not self.frozen:
-            started, ended = self.spans[told]
+            started, ended = Noted.spans[told]
             assert report.seconds == ended - started, "a report was read before it was whole"
 
 
@@ -206,22 +223,22 @@ def check_state(found, expected):
 
 
 class Handle:
-    """In place of ``WorkerHandle``: a process of the schedule, and a channel to it."""
+    """In place of ``WorkerHandle``: a process of the schedule. It is its own pidfd, which is readable at its end."""
 
-    def __init__(self, number, memories):
-        host = self._host = HOST[0]
+    def __init__(self, host, number, memories):
         host.words.fence()
-        self.number, self.ended, self.ready, self.pipes = number, False, False, []
-        self.channel, self.pidfd = Channel(host), next(host.tokens)
-        self.process = self.channel.process = host.spawn(number, memories, self.channel)
-        host.readable[self.pidfd] = lambda: not host.schedule.lives(self.process)
-        host.readable[self.channel.token] = lambda: self.channel.told or not host.schedule.lives(self.process)
-        self.watched = [self.channel.token, self.pidfd]
+        self._host, self.number, self.ended, self.ready, self.pipes = host, number, False, False, []
+        self.channel, self.pidfd = Channel(self, host), self
+        self.watched = [self.channel, self]
+        self.process = host.spawn(number, memories, self.channel)
+
+    def readable(self):
+        return not self._host.schedule.lives(self.process)
 
     def heard(self):
         """Messages, and whether there may be more."""
         told, self.channel.told = self.channel.told, []
-        return [message for message in told if message is not None], self._host.schedule.lives(self.process)
+        return [message for message in told if message is not None], not self.readable()
 
     def wake(self):
         self._host.words.fence()
@@ -235,7 +252,7 @@ class Handle:
         if self.ended:
             return None
         self.ended = True
-        if self._host.schedule.lives(self.process):
+        if not self.readable():
             self._host.kill(self.process)
         self._host.words.order()
         return signal.SIGKILL
@@ -247,11 +264,14 @@ class Handle:
 class Channel:
     """Both ends of a worker's channel; in place of ``DriverChannel``, too."""
 
-    def __init__(self, host):
-        self._host, self.token, self.told, self.woken, self.closed = host, next(host.tokens), [], False, False
+    def __init__(self, handle, host):
+        self._handle, self._host, self.told, self.woken, self.closed = handle, host, [], False, False
 
     def fileno(self):
-        return self.token
+        return self
+
+    def readable(self):
+        return self.told or self._handle.readable()
 
     def tell(self, *message):
         self._host.words.fence()
@@ -273,92 +293,41 @@ class Channel:
 class Poller:
     """In place of ``select.poll``."""
 
-    def __init__(self):
-        self._fds = set()
+    def __init__(self, host):
+        self._host, self._files = host, set()
 
-    def register(self, fd, _):
-        self._fds.add(fd)
+    def register(self, file, _):
+        self._files.add(file)
 
-    def unregister(self, fd):
-        self._fds.remove(fd)
+    def unregister(self, file):
+        self._files.remove(file)
+
+    def readable(self):
+        return [(file, 1) for file in self._files if file.readable()]
 
     def poll(self, milliseconds):
-        host = HOST[0]
-        host.words.fence()
+        self._host.words.fence()
         if milliseconds:
-            host.schedule.wait(lambda: any(host.readable[fd]() for fd in self._fds), max(milliseconds, 0) / 1000)
-        host.words.order()
-        return [(fd, 1) for fd in sorted(self._fds) if host.readable[fd]()]
-
-
-class Quiet:
-    """In place of ``Output``: workers print nothing."""
-
-    open = False
-
-    def follow(self, pipes): ...
-
-    def forget(self, pipes): ...
-
-    def carry(self, fds):
-        return []
+            self._host.schedule.wait(self.readable, max(milliseconds, 0) / 1000)
+        self._host.words.order()
+        return self.readable()
 
 
 class Noted(counters.Reports):
     """Reports, with a note of when each step began and ended."""
 
+    spans = {}  # noqa: RUF012  by step
+
     def write(self, step, parts, named, *report):
-        HOST[0].spans[step] = list(report[-2:])
+        self.spans[step] = report[-2:]
         super().write(step, parts, named, *report)
 
     def correct_end(self, step, ended):
-        HOST[0].spans[step][1] = ended
+        self.spans[step] = self.spans[step][0], ended
         super().correct_end(step, ended)
 
 
-def _slept(seconds):
-    HOST[0].words.fence()
-    HOST[0].schedule.wait(seconds=seconds)
-
-
-def _recipe(definition, name, environment, parcel, facts):
-    environment.write({"threads": 1})
-    parcel.write({**facts, "definition": definition})
-
-
-CLOCK = SimpleNamespace(perf_counter=lambda: HOST[0].clock, monotonic=lambda: HOST[0].clock, sleep=_slept)
-SYSTEM = SimpleNamespace(sched_yield=lambda: HOST[0].words.spin())
-ORDERED = {"order": lambda: HOST[0].words.order(), "fence": lambda: HOST[0].words.fence()}
-REPLACED = {
-    counters: {"order": ORDERED["order"], "os": SYSTEM, "time": CLOCK, "Reports": Noted},
-    layout: {"memoryview": viewed},
-    state: {"memoryview": viewed, "np": Numpy()},
-    worker: {
-        **ORDERED, "os": SYSTEM, "time": CLOCK, "warnings": SimpleNamespace(), "signal": SimpleNamespace(
-            SIGINT=2, signal=lambda *_: None), "Memory": lambda _, fd: fd, "DriverChannel": lambda channel: channel,
-        "unpack": unpack, "adopt_environment": lambda _: None, "starting": contextlib.nullcontext,
-        "unpacked": lambda setup: setup["definition"], "open_framework": lambda *_, **__: Machine(HOST[0]),
-        "give_back": lambda: None, "BatchShares": Dealer, "IDLE_YIELDS": 2,
-    },
-    pool: {
-        **ORDERED, "time": CLOCK, "select": SimpleNamespace(poll=Poller, POLLIN=1), "WorkerHandle": Handle,
-        "Output": Quiet,
-    },
-    failures: {"time": CLOCK, "STARTING": DEADLINE, "BatchShares": Dealer},
-    supervisor: {"pack": pack},
-    driver: {
-        "Memory": lambda _: Memory(HOST[0].words, next(HOST[0].tokens)), "check_room": lambda *_: None,
-        "pack_recipe": _recipe,
-    },
-}  # fmt: skip
-
-
-@contextlib.contextmanager
-def simulated(host):
-    """For the time of a run, what the real code calls of the system is simulated."""
-    replaced = {**REPLACED, worker: {**REPLACED[worker], "SHARE": host.share}}
-    replaced[pool] = {**REPLACED[pool], "POLL_MILLISECONDS": host.poll}
-    with contextlib.ExitStack() as undo:
-        for module, names in replaced.items():
-            undo.enter_context(mock.patch.multiple(module, create=True, **names))
-        yield
+def pack_recipe(definition, name, environment, parcel, facts):
+    """In place of that of ``serialization``: the recipe itself stays where it is."""
+    pack({"threads": 1}, environment)
+    pack(facts, parcel)

@@ -1,0 +1,26 @@
+"""How what a simulated process asks its system for is replaced, for the time of a run."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+
+@contextlib.contextmanager
+def replaced(modules, names):
+    """Inside, each of these names stands for another thing, in all of the modules that have it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, thing in names.items():
+            users = [module for module in modules if hasattr(module, name) or hasattr(builtins, name)]
+            assert users, f"nobody uses {name}"
+            for module in users:
+                patch.setattr(module, name, thing, raising=False)
+        yield
+
+
+def altered(module, **names):
+    """A copy of a module in which some names stand for other things."""
+    return SimpleNamespace(**{**vars(module), **names})
