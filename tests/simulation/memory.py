@@ -43,16 +43,16 @@ class Words:
     def read(self, addresses):
         """Some words as the process that is acting sees them."""
         late, process = self._access(self.weak), self.schedule.process
-        own = {write.at: write.value for write in self._pending if write.process == process}
-        if not own and not self.weak:
+        if not self._pending and not self.weak:
             return [self.values[at] for at in addresses]
+        own = {write.at: write.value for write in self._pending if write.process == process}
         return [own[at] if at in own else self._seen(process, at, late) for at in addresses]
 
     def write(self, at, value):
         """Write a word."""
         late, process = self._access(True), self.schedule.process
         write = Write(process, at, value, self.schedule.actions + late, self._groups[process])
-        if late or any(each.process == process for each in self._pending):
+        if late or (self._pending and any(each.process == process for each in self._pending)):
             self._pending.append(write)
         else:
             self._show(write)
@@ -90,7 +90,8 @@ class Words:
         self._delayable = delayable
         self.schedule.pause()
         late, self._late, self._delayable = self._late, 0, False
-        self._settle()
+        if self._pending:
+            self._settle()
         return late
 
     def _settle(self):
@@ -157,7 +158,9 @@ class Cells:
 
     def tolist(self):
         """All elements; bytes are read at once."""
-        return self.words.read(self.addresses) if self.addresses.step == 1 else list(self)
+        if self.addresses.step == 1:
+            return self.words.read(self.addresses)
+        return [self.words.read((at,))[0] for at in self.addresses]
 
     def tobytes(self):
         """Something that is equal as long as nothing changes."""

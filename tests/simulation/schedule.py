@@ -72,6 +72,7 @@ class Schedule:
         self._actors, self._living, self._dead = [], Counter(), set()  # how many actors of each process have not ended
         self._begun = self._last = 0  # how many actors; the number after which the next one is looked for
         self._home = getcurrent()
+        self._home.process = None
 
     def start(self, process, name, body):
         """Begin an actor of a process; it runs when its turn comes. A process that was killed is never begun again."""
@@ -127,7 +128,7 @@ class Schedule:
 
     def check(self):
         """Raise in an actor whose process is dead."""
-        if getattr(getcurrent(), "process", None) in self._dead:
+        if getcurrent().process in self._dead:
             raise Ended
 
     @property

@@ -294,13 +294,13 @@ class Poller:
     """In place of ``select.poll``."""
 
     def __init__(self, host):
-        self._host, self._files = host, set()
+        self._host, self._files = host, {}  # in order, as they are told of in one
 
     def register(self, file, _):
-        self._files.add(file)
+        self._files[file] = None
 
     def unregister(self, file):
-        self._files.remove(file)
+        del self._files[file]
 
     def readable(self):
         return [(file, 1) for file in self._files if file.readable()]
