@@ -219,7 +219,7 @@ class Recipe(Definition):
             No snapshot in ``run_dir``, or that to begin from, can be used; or ``on_snapshot_error`` is "stop", and one
             could not be written.
         PeersLostError
-            So many processes were lost that this one may not go on.
+            So many processes were lost, or did not come, that this one may not go on.
         LeftError
             Another process of a torch.distributed world ended the run early.
         Preempted
@@ -263,7 +263,7 @@ class Recipe(Definition):
         SnapshotError
             As in ``train``.
         RunError
-            Workers cannot be started, or another process of a torch.distributed world did not come.
+            Workers cannot be started; a PeersLostError: another process of a torch.distributed world did not come.
         """
         run = None
         try:

@@ -284,7 +284,7 @@ def open_distributed(
     ------
     UsageError
         Another process has another recipe or environment, or there are more processes than replicas.
-    RunError
+    PeersLostError
         Another process does not come.
     """
     if world.size > definition.replicas:

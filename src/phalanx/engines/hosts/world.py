@@ -107,7 +107,7 @@ class World:
         ------
         UsageError
             A process differs; names it and the field.
-        RunError
+        PeersLostError, LeftError, RunError
             A process did not come, or has left again.
         """
         given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores), "place": self.members.place}
