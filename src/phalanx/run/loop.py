@@ -328,8 +328,7 @@ class Loop:
         with contextlib.ExitStack() as endings:
             if self._supply is not None:
                 endings.callback(self._supply.close)
-            if self.finished and not self._ended:
-                endings.callback(self._end_in_place)
+            endings.callback(self._end_in_place)
             endings.callback(self._engine.close)
             for observer in self._observers:
                 endings.callback(observer.end)
@@ -337,7 +336,10 @@ class Loop:
                 endings.callback(self.complete, again=False)
 
     def _end_in_place(self) -> None:
-        """Save in place of a process that fell after its last step, or in the evaluation that follows it."""
+        """Save in place of a process that was lost after its last step, or in the evaluation that follows it."""
+        done = self.finished and self._engine.run_state.complete  # a last step without its evaluation is not saved
+        if not done or self._ended:
+            return
         with contextlib.ExitStack() as endings:
             for observer in self._succeed():
                 endings.callback(observer.end)
