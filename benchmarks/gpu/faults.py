@@ -246,10 +246,10 @@ def verified() -> Outcome:
         folder = pathlib.Path(name, "run")
         loops.trained(MLP.recipe(4), run_dir=folder)
         verdict = phalanx.verify(MLP.recipe(4), folder, progress=False)
-        certified, claim = certify(MLP.recipe(4), folder, progress=False)
+        certified, claim = certify(MLP.recipe(4), folder)
         path = pathlib.Path(name, "certificate.json")
         path.write_text(json.dumps(claim))
-        again = check_certificate(path, MLP.recipe(4), progress=False)
+        again = check_certificate(path, MLP.recipe(4))
     statuses = verdict.status, certified.status, again.status
     return Outcome("different" if any(statuses) else "same", f"{statuses}: {again.text[:120]}")
 
