@@ -33,7 +33,7 @@ class Words:
         self._pending, self._late, self._delayable = [], 0, False
         self._groups, self._spun = defaultdict(int), {}  # of each process: calls of ``order``; changes when it spun
         self._older = defaultdict(list)  # address to (change, value), the newest last
-        self._floor, self._met = defaultdict(int), defaultdict(int)  # the oldest change that a read may go back to
+        self._floor, self._met = defaultdict(int), defaultdict(dict)  # the oldest change that a read may go back to
 
     def late(self, count):
         """Make the access at this action late, if there is one that can be."""
@@ -51,11 +51,10 @@ class Words:
     def write(self, at, value):
         """Write a word."""
         late, process = self._access(True), self.schedule.process
-        write = Write(process, at, value, self.schedule.actions + late, self._groups[process])
         if late or (self._pending and any(each.process == process for each in self._pending)):
-            self._pending.append(write)
+            self._pending.append(Write(process, at, value, self.schedule.actions + late, self._groups[process]))
         else:
-            self._show(write)
+            self._show(process, at, value)
 
     def order(self):
         """What ``shared.memory.order`` promises; x86 promises that anyhow."""
@@ -74,7 +73,7 @@ class Words:
         """Everything that a process has written becomes visible."""
         for write in self._pending:
             if write.process == process:
-                self._show(write)
+                self._show(write.process, write.at, write.value)
         self._pending = [write for write in self._pending if write.process != process]
 
     def spin(self):
@@ -101,30 +100,31 @@ class Words:
             before = [each for each in self._pending if each.process == write.process]
             free = all(self.weak and each.group == write.group and each.at != write.at for each in before)
             if free and write.due <= self.schedule.actions:
-                self._show(write)
+                self._show(write.process, write.at, write.value)
             else:
                 self._pending.append(write)
 
-    def _show(self, write):
+    def _show(self, process, at, value):
         self.changes += 1
         if self.weak:
-            older = self._older[write.at]
-            older.append((self.changes, write.value))
+            older = self._older[at]
+            older.append((self.changes, value))
             del older[:-KEPT]
-            self._met[write.process, write.at] = self.changes
-        self.values[write.at] = write.value
+            self._met[process][at] = self.changes
+        self.values[at] = value
 
     def _seen(self, process, at, late):
         """A word as of now, or of some writes ago, but not of before ``order``, nor older than what was seen."""
         older = self._older.get(at)
         if not older:
             return self.values[at]
-        index, oldest = len(older) - 1, max(self._floor[process], self._met[process, at])
+        index, met = len(older) - 1, self._met[process]
+        oldest = max(self._floor[process], met.get(at, 0))
         while late and index > 0 and older[index][0] > oldest:
             index, late = index - 1, late - 1
         if late and older[0][0] > oldest and len(older) < KEPT:
             return 0  # as it was at first
-        self._met[process, at] = max(self._met[process, at], older[index][0])
+        met[at] = max(met.get(at, 0), older[index][0])
         return older[index][1]
 
 
@@ -153,14 +153,15 @@ class Cells:
             for each, one in zip(at, value, strict=True):
                 self.words.write(each, one)
 
+    def __iter__(self):
+        return (self.words.read((at,))[0] for at in self.addresses)
+
     def __bytes__(self):
         return bytes(self.tolist())
 
     def tolist(self):
         """All elements; bytes are read at once."""
-        if self.addresses.step == 1:
-            return self.words.read(self.addresses)
-        return [self.words.read((at,))[0] for at in self.addresses]
+        return self.words.read(self.addresses) if self.addresses.step == 1 else list(self)
 
     def tobytes(self):
         """Something that is equal as long as nothing changes."""

@@ -14,7 +14,7 @@ def replaced(modules, names):
     """Inside, each of these names stands for another thing, in all of the modules that have it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, thing in names.items():
-            users = [module for module in modules if hasattr(module, name) or hasattr(builtins, name)]
+            users = [module for module in modules if name in vars(module) or name in vars(builtins)]
             assert users, f"nobody uses {name}"
             for module in users:
                 patch.setattr(module, name, thing, raising=False)

@@ -112,8 +112,8 @@ class Schedule:
         """By an actor: do something that others may see, and keep the turn; returns whether something was decided."""
         self.check()
         self.actions += 1
-        planned = self.script.get(self.actions) or self._drawn()
-        if planned is None:
+        planned = self.script.get(self.actions) or (self._random and self._drawn())
+        if not planned:
             return False
         if planned[0] != "turn" and self._strike(*planned):
             self.struck.append((self.actions, planned))
@@ -160,8 +160,6 @@ class Schedule:
 
     def _drawn(self):
         """What is drawn for this action, if anything; it is in the script then."""
-        if self._random is None:
-            return None
         planned = self._draw(self._random, self) if self._draw else None
         if planned is None and self._random.random() < self._restless:
             planned = "turn", self._random.randrange(1, 1 + self._begun)
