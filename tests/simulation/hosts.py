@@ -6,12 +6,13 @@ simulated net (``net``), and in place of training a machine of integers (``train
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import gc
 import itertools
+import math
 import signal
-import threading
 from types import SimpleNamespace
 
 from greenlet import getcurrent
@@ -24,8 +25,9 @@ from phalanx.run.loop import Loop
 from phalanx.seams import Observer
 from phalanx.seams.records import RunState
 from phalanx.surroundings import interrupts
-from tests.simulation import schedule
-from tests.simulation.net import Group, Net, PrefixStore, Process, Store, address_of
+from tests.simulation.net import Group, Net, Process, Store, address_of
+from tests.simulation.replacing import replaced
+from tests.simulation.schedule import Schedule
 from tests.simulation.training import REPLICAS, SECONDS, Framework, Machine, sequence
 
 PORT = 29500
@@ -33,18 +35,30 @@ IMPORT = 0.25  # seconds until a process that starts again asks for the others; 
 LOST_AFTER = 1.0  # seconds
 WATCHED = 2  # steps from one evaluation to the next
 THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
-INFINITE = float("inf")
 LONGEST = 120.0  # seconds until everybody has ended
 MOST_ACTIONS = 6_000  # of a run
 CALM = 5.0  # seconds without trouble after which nobody may be lost: as long as a connection takes, and a silence
+MODULES = beacon, members, gloo, stores, world, driver, Machine, Store, Group
 # Waits are longer here, so that there are fewer actions to strike at.
-COARSE = [
-    (beacon, "BEATS", 4), (beacon, "FAREWELLS", 2), (beacon, "FAREWELL_SECONDS", 0.1), (members, "TICK_SECONDS", 0.2),
-    (world, "BRIEF_SECONDS", 0.2), (world, "CONNECTED", datetime.timedelta(seconds=3)), (world, "POLL_SECONDS", 0.2),
-    (stores, "POLL_SECONDS", 0.2), (stores, "ANSWER_SECONDS", 1.0), (driver, "WAKING_SECONDS", 0.2),
-]  # fmt: skip
-ALONE = "kill", "crash", "mute", "fall", "freeze", "stop", "leave", "interrupt"  # faults of a host
-LINKS = "cut", "deaf", "slow", "lose"  # faults of a link
+COARSE = {
+    "BEATS": 4, "FAREWELLS": 2, "FAREWELL_SECONDS": 0.1, "TICK_SECONDS": 0.2, "BRIEF_SECONDS": 0.2, "POLL_SECONDS": 0.2,
+    "CONNECTED": datetime.timedelta(seconds=3), "ANSWER_SECONDS": 1.0, "WAKING_SECONDS": 0.2,
+}  # fmt: skip
+HOST = "caller", "worker", "beacon"  # processes of a host
+STRUCK = {  # by each fault of a host
+    "kill": HOST[:2],
+    "crash": HOST,  # so that nobody says that they ended
+    "mute": ("beacon",),
+    "fall": ("worker",),
+    "freeze": ("caller",),
+    "stop": HOST,
+    "leave": ("caller",),  # SIGTERM came: it leaves after its step
+    "interrupt": ("caller",),  # Ctrl-C is pressed
+    "thaw": HOST,
+    "start": ("caller",),  # if it has ended
+}
+ALONE = list(STRUCK)[:8]
+LINKS = "cut", "deaf", "slow", "lose"  # faults of a link, both ways or one; one datagram is lost
 MENDS = {"start": "kill crash mute", "thaw": "freeze stop", "heal": "cut deaf slow"}
 
 
@@ -62,13 +76,13 @@ class Simulation(Observer):
 
     def __init__(self, size, steps, script, seed=None, faults=3):
         self.size, self.steps, self.faults = size, steps, faults
-        self.schedule = schedule.Schedule(script, self.strike, seed, self.draw, most=MOST_ACTIONS)
+        self.schedule = Schedule(script, self.strike, seed, self.draw, most=MOST_ACTIONS)
         self.net, self.states = Net(self.schedule), sequence(steps)
         self.lives = [-1] * size
         self.runs, self.told, self.ends = {}, {}, {}  # by process: what it has, the steps it was told, how it ended
         self.wrong = {}  # by process that ended by an error: members that were well, so that it need not have
         self.leaving, self.victims = set(), set()
-        self.interrupted, self.signals = set(), Signals(self.schedule)
+        self.interrupted, self.signals = set(), Own(self.schedule, interruptible)
         self.troubles = {}  # when something befell a host, or a link, last
         self.definition = SimpleNamespace(
             replicas=REPLICAS, total=steps, updates=steps, epochs=None, phases=None, rounds=Rounds(), stream=False,
@@ -77,12 +91,36 @@ class Simulation(Observer):
 
     def run(self):
         """Run until all have ended."""
-        with self.simulated():
-            for rank in range(self.size):
-                self.begin(rank)
-            self.schedule.start(Process(-1, 0), "warden", self.ward)
-            self.schedule.run()
+        threads = SimpleNamespace(
+            get_ident=lambda: getcurrent().name, main_thread=lambda: SimpleNamespace(ident="main")
+        )
+        few = {"_listening": lambda *_: None, "PROCESS": self.signals, "threading": threads}
+        gc.disable()  # so that what is collected does not depend on what ran before
+        try:
+            with replaced(MODULES, self.names()), replaced((interrupts, stores), few):
+                for rank in range(self.size):
+                    self.begin(rank)
+                self.schedule.start(Process(-1, 0), "warden", self.ward)
+                self.schedule.run()
+        finally:
+            gc.enable()
         return self
+
+    def names(self):
+        """What stands for what the code of this package imports, so that it meets the simulated net."""
+        schedule, rank = self.schedule, lambda: self.schedule.process.rank
+        return {
+            **COARSE, **self.net.names(), "simulation": self, "Processes": Machine, "LEFT": [],
+            "os": SimpleNamespace(environ={}, getpid=self.getpid, getppid=self.getppid),
+            "stopped": lambda _: schedule.process._replace(part="caller") in schedule.frozen,
+            "STORES": Own(schedule, collections.Counter), "RUNS": Own(schedule, collections.Counter),
+            "surroundings": lambda: (rank(), self.size, address_of(0), PORT), "towards": lambda _: "",
+            "ends": lambda address: (address_of(rank()), address), "_host": lambda: f"host{rank()}",
+            "open_framework": lambda *_, **__: self.runs[schedule.process].framework,
+            "checks": SimpleNamespace(warn=bool), "presence": SimpleNamespace(own=bool),
+            "recorded_environment": dict, "shared": lambda _: ({}, {}),
+            "WARM": SimpleNamespace(prepare=bool, awake=True),
+        }  # fmt: skip
 
     def begin(self, rank):
         """Start the process of a host."""
@@ -107,9 +145,19 @@ class Simulation(Observer):
 
     def train(self, process):
         """What a caller does: as ``Recipe.train``."""
-        run = SimpleNamespace(world=None, engine=None, framework=Framework(), begun=INFINITE, ended=INFINITE)
-        run.computes, run.evaluated = False, []
-        self.told[process], self.runs[process] = [], run
+        self.told[process], self.runs[process] = (
+            [],
+            SimpleNamespace(
+                world=None,
+                engine=None,
+                framework=Framework(),
+                begun=math.inf,
+                ended=math.inf,
+                computes=False,
+                evaluated=[],
+            ),
+        )
+        run = self.runs[process]
         self.schedule.wait(seconds=IMPORT if process.life else 0)
         try:
             run.world = world.World(SECONDS, LOST_AFTER)
@@ -175,13 +223,13 @@ class Simulation(Observer):
         things = [(rank,) for rank in ranks] + list(itertools.permutations(ranks, 2))
         calm = min(map(self.since, things)) >= CALM
         newest = [self.runs.get(Process(rank, self.lives[rank])) for rank in ranks]
-        begun = [INFINITE if run is None else run.begun for run in newest]
+        begun = [math.inf if run is None else run.begun for run in newest]
         together = max(begun) - min(begun) < LOST_AFTER / 2 or self.schedule.now - max(begun) >= CALM
         return calm and together and not set(things) & (self.net.cut | self.net.slow)
 
     def since(self, thing):
         """Seconds since something befell a host or a link."""
-        return self.schedule.now - self.troubles.get(thing, -INFINITE)
+        return self.schedule.now - self.troubles.get(thing, -math.inf)
 
     def takes_part(self, rank, mine, ago=0.0):
         """Whether the process of a host is in the same run, and lives, or did some seconds ago, or has done it."""
@@ -196,9 +244,6 @@ class Simulation(Observer):
         recently = 0 <= self.schedule.now - run.ended < ago
         return run is mine or moving or recently or self.ends.get(process) == "done"
 
-    def surroundings(self):
-        return self.schedule.process.rank, self.size, address_of(0), PORT
-
     def getpid(self):
         return self.schedule.process.life + 1000 * self.schedule.process.rank
 
@@ -207,46 +252,9 @@ class Simulation(Observer):
         parent = self.schedule.process._replace(part="caller")
         return 100_000 + parent.life if self.schedule.lives(parent) else 1
 
-    @contextlib.contextmanager
-    def simulated(self):
-        """Inside, the code of this package that speaks to others meets the simulated net."""
-        net, rank = self.net, lambda: self.schedule.process.rank
-        torches = SimpleNamespace(PrefixStore=PrefixStore)
-        things = [
-            *COARSE, (Store, "net", net), (Group, "net", net), (Machine, "simulation", self), (gloo, "GROUP", Group),
-            *[(module, "time", net.time) for module in (beacon, members, gloo, stores, world, driver)],
-            *[(module, "select", net.select) for module in (beacon, members)],
-            *[(module, "socket", net.socket) for module in (beacon, members)],
-            *[(module, "c10d", torches) for module in (stores, world)],
-            *[(module, "TCP", Store) for module in (stores, world)],
-            (beacon, "os", SimpleNamespace(getpid=self.getpid, getppid=self.getppid)),
-            (beacon, "stopped", lambda _: self.schedule.process._replace(part="caller") in self.schedule.frozen),
-            (members, "subprocess", net.subprocess), (members, "presence", SimpleNamespace(own=bool)),
-            (gloo, "LEFT", []), (stores, "secrets", net.secrets), (stores, "_listening", lambda *_: None),
-            (stores, "STORES", Own(self.schedule)),
-            (interrupts, "PROCESS", self.signals),
-            (world, "RUNS", Own(self.schedule)), (world, "surroundings", self.surroundings),
-            (world, "ends", lambda address: (address_of(rank()), address)), (world, "towards", lambda _: ""),
-            (world, "_host", lambda: f"host{rank()}"), (world, "threading", net.threading),
-            (driver, "Processes", Machine),
-            (driver, "open_framework", lambda *_, **__: self.runs[self.schedule.process].framework),
-            (driver, "checks", SimpleNamespace(warn=bool)), (driver, "recorded_environment", dict),
-            (driver, "shared", lambda _: ({}, {})), (driver, "WARM", SimpleNamespace(prepare=bool, awake=True)),
-        ]  # fmt: skip
-        before = [(module, name, getattr(module, name)) for module, name, _ in things]
-        gc.disable()  # so that what is collected does not depend on what ran before
-        try:
-            for module, name, thing in things:
-                setattr(module, name, thing)
-            yield
-        finally:
-            for module, name, thing in before:
-                setattr(module, name, thing)
-            gc.enable()
-
     def strike(self, fault, *what):
         """Do a fault; returns whether it met anything."""
-        done = getattr(self, fault)(*what)
+        done = self.strike_host(fault, *what) if fault in STRUCK else self.strike_link(fault, *what)
         if done:
             self.troubles[what] = self.troubles[what[::-1]] = self.schedule.now
         return done
@@ -267,94 +275,43 @@ class Simulation(Observer):
         """Processes of a host that live."""
         return sorted(each for each in self.schedule.living if each.rank == rank and each.part.split()[0] in parts)
 
-    def killed(self, rank, *parts):
-        found = self.processes(rank, *parts)
-        self.victims.update(found)
-        for process in found:
-            self.schedule.kill(process)
-        return bool(found)
+    def strike_host(self, fault, rank):
+        """Do a fault to processes of a host, or undo it."""
+        struck = self.processes(rank, *STRUCK[fault])
+        if fault == "start":
+            if not struck:
+                self.begin(rank)
+            return not struck
+        if fault in ("freeze", "stop", "thaw"):
+            struck = [each for each in struck if (each in self.schedule.frozen) == (fault == "thaw")]
+            self.schedule.frozen ^= set(struck)
+        elif fault == "leave":
+            self.leaving.update(struck)
+        elif fault == "interrupt":
+            self.interrupted.update(struck)
+            for process in struck:
+                self.signals.each[process].received(signal.SIGINT, None)
+        else:
+            self.victims.update(struck)
+            for process in struck:
+                self.schedule.kill(process)
+        return bool(struck)
 
-    def kill(self, rank):
-        """The caller, and its workers with it."""
-        return bool(self.processes(rank, "caller")) and self.killed(rank, "caller", "worker")
-
-    def crash(self, rank):
-        """All processes of a host, so that nobody says that they ended."""
-        return self.killed(rank, "caller", "worker", "beacon")
-
-    def mute(self, rank):
-        """The process beside a caller."""
-        return self.killed(rank, "beacon")
-
-    def fall(self, rank):
-        """A worker."""
-        return self.killed(rank, "worker")
-
-    def frozen(self, frozen, rank, *parts):
-        found = [each for each in self.processes(rank, *parts) if (each in self.schedule.frozen) != frozen]
-        (self.schedule.frozen.update if frozen else self.schedule.frozen.difference_update)(found)
-        return bool(found)
-
-    def freeze(self, rank):
-        """A caller is stopped."""
-        return self.frozen(True, rank, "caller")
-
-    def stop(self, rank):
-        """All processes of a host are stopped."""
-        return self.frozen(True, rank, "caller", "worker", "beacon")
-
-    def thaw(self, rank):
-        """They go on."""
-        return self.frozen(False, rank, "caller", "worker", "beacon")
-
-    def start(self, rank):
-        """A process that has ended is started again."""
-        if self.processes(rank, "caller"):
-            return False
-        self.begin(rank)
-        return True
-
-    def leave(self, rank):
-        """SIGTERM came: the caller leaves after its step."""
-        self.leaving.update(self.processes(rank, "caller"))
-        return bool(self.processes(rank, "caller"))
-
-    def interrupt(self, rank):
-        """Ctrl-C is pressed."""
-        found = self.processes(rank, "caller")
-        for process in found:
-            self.interrupted.add(process)
-            self.signals.of(process).received(signal.SIGINT, None)
-        return bool(found)
-
-    def cut(self, one, other):
-        """Nothing passes between two hosts."""
-        return self.deaf(one, other) | self.deaf(other, one)
-
-    def deaf(self, one, other):
-        """Nothing passes from one host to another."""
-        new = (one, other) not in self.net.cut
-        self.net.cut.add((one, other))
-        return new
-
-    def slow(self, one, other):
-        """What one host sends to another is late."""
-        new = (one, other) not in self.net.slow
-        self.net.slow.add((one, other))
-        return new
-
-    def lose(self, one, other):
-        """One datagram is lost."""
-        self.net.losing[one, other] += 1
-        return True
-
-    def heal(self, one, other):
-        """The link is as before."""
-        links = {(one, other), (other, one)}
-        broken = links & (self.net.cut | self.net.slow)
-        self.net.cut -= links
-        self.net.slow -= links
-        return bool(broken)
+    def strike_link(self, fault, one, other):
+        """Do a fault to what one host sends to another, or what both send, or undo it."""
+        net, both = self.net, {(one, other), (other, one)}
+        if fault == "lose":
+            net.losing[one, other] += 1
+            return True
+        if fault == "heal":
+            struck = both & (net.cut | net.slow)
+            net.cut -= both
+            net.slow -= both
+        else:
+            broken = net.slow if fault == "slow" else net.cut
+            struck = (both if fault == "cut" else {(one, other)}) - broken
+            broken |= struck
+        return bool(struck)
 
 
 class Watch:
@@ -375,43 +332,30 @@ class Watch:
         return name
 
 
-class Signals:
-    """In place of ``interrupts.PROCESS``: of each simulated process its own."""
+def interruptible():
+    """What a process knows of SIGINT when its run begins."""
+    process = interrupts._Process()
+    process.installed, process.before = True, signal.default_int_handler
+    return process
 
-    def __init__(self, schedule):
-        vars(self).update(schedule=schedule, each={})
 
-    def of(self, process):
-        """What a process knows of SIGINT."""
-        if process not in self.each:
-            own = self.each[process] = interrupts._Process()
-            own.installed, own.before = True, signal.default_int_handler
-        return self.each[process]
+class Own:
+    """Of each simulated process its own, with its attributes and items; ``make`` makes it."""
 
-    def _mine(self):
-        own = self.of(self.schedule.process)
-        own.main = threading.get_ident() if getcurrent().name == "main" else None
-        return own
+    def __init__(self, schedule, make):
+        vars(self).update(schedule=schedule, each=collections.defaultdict(make))
 
     def __getattr__(self, name):
-        return getattr(self._mine(), name)
+        return getattr(self.each[self.schedule.process], name)
 
     def __setattr__(self, name, value):
-        setattr(self._mine(), name, value)
-
-
-class Own(dict):
-    """Of each simulated process its own; what is counted begins at 0."""
-
-    def __init__(self, schedule):
-        super().__init__()
-        self.schedule = schedule
+        setattr(self.each[self.schedule.process], name, value)
 
     def __contains__(self, key):
-        return super().__contains__((self.schedule.process, key))
+        return key in self.each[self.schedule.process]
 
     def __getitem__(self, key):
-        return self.get((self.schedule.process, key), 0)
+        return self.each[self.schedule.process][key]
 
     def __setitem__(self, key, value):
-        super().__setitem__((self.schedule.process, key), value)
+        self.each[self.schedule.process][key] = value

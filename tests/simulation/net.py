@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import json
+import socket
 import subprocess
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from phalanx.engines.hosts.beacon import Beacon
+from tests.simulation.replacing import Poller, altered
 
 LATENCY, SLOW = 0.01, 0.4  # seconds
 ROOM = 40  # messages in a pipe, or datagrams at a socket
@@ -38,20 +40,20 @@ class Net:
     def __init__(self, schedule):
         self.schedule, self.cut, self.slow = schedule, set(), set()
         self.losing = collections.Counter()  # how many datagrams of a link are to be lost
-        self.files, self.bound, self.stores, self.groups = [], {}, {}, {}
+        self.bound, self.stores, self.groups = {}, {}, {}
         self.count = itertools.count(1)  # of whatever needs a name: no number comes twice
-        self.time = SimpleNamespace(monotonic=self.now, perf_counter=self.now, sleep=self.sleep)
-        self.secrets = SimpleNamespace(randbits=lambda _: next(self.count), token_hex=lambda _: f"{next(self.count)}")
-        self.select = SimpleNamespace(select=self.selected, poll=lambda: Poll(self), POLLIN=1)
-        self.socket = SimpleNamespace(
-            socket=lambda *_, **__: Datagrams(self), socketpair=self.pair, AF_INET=2, AF_INET6=10, AF_UNIX=1,
-            SOCK_DGRAM=2, SOCK_SEQPACKET=5, MSG_DONTWAIT=64,
-        )  # fmt: skip
-        self.subprocess = SimpleNamespace(
-            Popen=lambda *_, pass_fds, **__: Beside(self, pass_fds), DEVNULL=-3,
-            TimeoutExpired=subprocess.TimeoutExpired,
-        )  # fmt: skip
-        self.threading = SimpleNamespace(Thread=lambda target, args=(), **_: Thread(self, target, args))
+
+    def names(self):
+        """What stands for what modules import, by name."""
+        return {
+            "net": self, "GROUP": Group, "TCP": Store, "c10d": SimpleNamespace(PrefixStore=PrefixStore),
+            "time": SimpleNamespace(monotonic=self.now, perf_counter=self.now, sleep=self.sleep),
+            "secrets": SimpleNamespace(randbits=lambda _: next(self.count), token_hex=lambda _: f"{next(self.count)}"),
+            "select": SimpleNamespace(select=self.selected, poll=lambda: Poller(self.schedule), POLLIN=1),
+            "socket": altered(socket, socket=lambda *_: Datagrams(self), socketpair=self.pair),
+            "subprocess": altered(subprocess, Popen=lambda *_, pass_fds, **__: Beside(self, *pass_fds)),
+            "threading": SimpleNamespace(Thread=functools.partial(Thread, self.schedule)),
+        }  # fmt: skip
 
     def now(self):
         self.schedule.check()
@@ -73,11 +75,6 @@ class Net:
         self.schedule.moments.append(moment)
         return moment
 
-    def own(self, file):
-        """Number a file, which belongs to the process that acts."""
-        self.files.append(file)
-        file.owner, file.number = self.schedule.process, len(self.files) - 1
-
     def pair(self, *_):
         one, other = Pipe(self), Pipe(self)
         one.other, other.other = other, one
@@ -88,31 +85,14 @@ class Net:
         return [file for file in files if file.readable()], [], []
 
 
-class Poll:
-    """Waits for one file."""
-
-    def __init__(self, net):
-        self.net = net
-
-    def register(self, file, _):
-        self.file = file
-
-    def poll(self, milliseconds):
-        self.net.schedule.check()
-        if milliseconds and not self.file.readable():
-            self.net.schedule.wait(self.file.readable, milliseconds / 1000)
-        return self.file.readable()
-
-
 class File:
-    """Something that a process may close or give to a child."""
+    """Something that a process may close or give to a child. It is its own descriptor."""
 
     def __init__(self, net):
-        self.net, self.closed = net, False
-        net.own(self)
+        self.net, self.owner, self.closed = net, net.schedule.process, False
 
     def fileno(self):
-        return self.number
+        return self
 
     def close(self):
         self.net.schedule.check()
@@ -206,10 +186,8 @@ class Datagrams(File):
 class Beside:
     """The process beside a member: it runs the real ``Beacon``."""
 
-    def __init__(self, net, numbers):
-        parent = net.schedule.process
-        self.net, self.process, self.returncode = net, parent._replace(part="beacon"), None
-        pipe, air = (net.files[number] for number in numbers)
+    def __init__(self, net, pipe, air):
+        self.net, self.process, self.returncode = net, net.schedule.process._replace(part="beacon"), None
         pipe.owner = air.owner = self.process
         net.schedule.start(self.process, "main", lambda: self.serve(pipe, air))
 
@@ -229,97 +207,84 @@ class Beside:
 class Thread:
     """A thread of the process that starts it."""
 
-    def __init__(self, net, target, args):
-        self.net, self.target = net, functools.partial(target, *args)
+    def __init__(self, schedule, target, args, daemon):
+        self.schedule, self.body = schedule, functools.partial(target, *args)
 
     def start(self):
-        self.actor = self.net.schedule.start(self.net.schedule.process, "thread", self.run)
-
-    def run(self):
-        target, self.target = self.target, None  # what it holds ends with it
-        target()
+        body, self.body = self.body, None  # what it holds ends with it
+        self.actor = self.schedule.start(self.schedule.process, "thread", body)
 
     def is_alive(self):
-        self.net.schedule.check()
+        self.schedule.check()
         return not self.actor.dead
 
     def join(self, seconds):
-        self.net.schedule.wait(lambda: self.actor.dead, seconds)
+        self.schedule.wait(lambda: self.actor.dead, seconds)
 
 
 class Store:
     """``torch.distributed.TCPStore``: that of a process, or a connection to it."""
 
-    net: Net = None
+    net, prefix, server = None, "", None
 
     def __init__(self, host, port, is_master=False, timeout=None, **_):
         net = self.net
         self.host, self.port, self.seconds = host, port or 50_000 + next(net.count), timeout.total_seconds()
         self.owner, place = net.schedule.process, (host, self.port)
-        if is_master:
-            if place in net.stores and not net.gone(net.stores[place].owner):
-                raise RuntimeError("address already in use")
-            self.server, self.values = self, {}
-            net.stores[place] = self
-            return
-        self.server = None
-        self._wait(lambda: place in net.stores and not net.gone(net.stores[place].owner), host_of(host))
+
+        def served():
+            return place in net.stores and not net.gone(net.stores[place].owner)
+
+        if not is_master:
+            self._wait(served)
+        elif served():
+            raise RuntimeError("address already in use")
+        else:
+            net.stores[place], self.values = self, {}
         self.server = net.stores[place]
 
-    def _wait(self, ready, there):
+    def _wait(self, ready=lambda: True):
         """Wait until the host of the store answers."""
-        net, here = self.net, self.owner.rank
-        server = self.server
+        net, here, there = self.net, self.owner.rank, host_of(self.host)
 
-        def reached():
-            return net.passes(here, there) and net.passes(there, here)
+        def broken():
+            return self.server is not None and net.gone(self.server.owner)
 
         def over():
-            broken = server is not None and net.gone(server.owner)
-            return reached() and (broken or (ready() and not (server and server.owner in net.schedule.frozen)))
+            stopped = self.server is not None and self.server.owner in net.schedule.frozen
+            return net.passes(here, there) and net.passes(there, here) and (broken() or (ready() and not stopped))
 
-        done = net.schedule.wait(over, self.seconds)
-        if not done or (server is not None and net.gone(server.owner)):
-            raise RuntimeError("the store does not answer" if not done else "the store has ended")
+        if not net.schedule.wait(over, self.seconds):
+            raise RuntimeError("the store does not answer")
+        if broken():
+            raise RuntimeError("the store has ended")
 
     def set(self, key, value):
-        self._wait(lambda: True, self.server.owner.rank)
-        self.server.values[key] = value if isinstance(value, bytes) else value.encode()
+        self._wait()
+        self.server.values[self.prefix + key] = value if isinstance(value, bytes) else value.encode()
 
     def get(self, key):
-        self._wait(lambda: key in self.server.values, self.server.owner.rank)
-        return self.server.values[key]
+        self._wait(lambda: self.prefix + key in self.server.values)
+        return self.server.values[self.prefix + key]
 
     def check(self, keys):
-        self._wait(lambda: True, self.server.owner.rank)
-        return all(key in self.server.values for key in keys)
+        self._wait()
+        return all(self.prefix + key in self.server.values for key in keys)
 
 
-class PrefixStore:
-    """``torch.distributed.PrefixStore``."""
+class PrefixStore(Store):
+    """``torch.distributed.PrefixStore``: another store, in which all keys have a prefix."""
 
     def __init__(self, prefix, store):
-        self.prefix, self.underlying_store = prefix, store
-
-    def set(self, key, value):
-        self.underlying_store.set(f"{self.prefix}/{key}", value)
-
-    def get(self, key):
-        return self.underlying_store.get(f"{self.prefix}/{key}")
-
-    def check(self, keys):
-        return self.underlying_store.check([f"{self.prefix}/{key}" for key in keys])
+        vars(self).update(vars(store), underlying_store=store, prefix=f"{store.prefix}{prefix}/")
 
 
-class Wire:
+class Wire(File):
     """What a group has of one of its processes; it outlives the group, as the others may look at it."""
 
     def __init__(self, net):
-        self.net, self.owner, self.closed = net, net.schedule.process, False
+        super().__init__(net)
         self.came = collections.defaultdict(collections.deque)
-
-    def gone(self):
-        return self.closed or self.net.gone(self.owner)
 
     def hears(self, other):
         return self.net.passes(other.owner.rank, self.owner.rank)
@@ -328,7 +293,7 @@ class Wire:
 class Group:
     """``torch.distributed.ProcessGroupGloo``: connections between the processes that come with the same store."""
 
-    net: Net = None
+    net = None
     _Options = SimpleNamespace
     create_device = create_default_device = staticmethod(lambda **_: None)
 
@@ -351,16 +316,18 @@ class Group:
 
     def wait(self, ready, other):
         """Wait for another process, which may end."""
-        done = self.net.schedule.wait(
-            lambda: ready() or (other.gone() and self.mine.hears(other)), self.seconds
-        )  # fmt: skip
+        done = self.net.schedule.wait(lambda: ready() or self.ended(other), self.seconds)
         if not ready():
             raise RuntimeError("Connection closed by peer" if done else "Timed out waiting")
+
+    def ended(self, other):
+        """Whether this process knows that another one has closed the connection."""
+        return other.gone() and self.mine.hears(other)
 
     def send(self, tensors, number, _):
         self.net.schedule.act()
         other = self.others[number]
-        if other.gone() and self.mine.hears(other):
+        if self.ended(other):
             raise RuntimeError("Connection closed by peer")
         moment = self.net.arrival(self.mine.owner.rank, other.owner.rank)
         other.came[self.rank].append((moment, tensors[0].numpy().tobytes()))

@@ -24,3 +24,25 @@ def replaced(modules, names):
 def altered(module, **names):
     """A copy of a module in which some names stand for other things."""
     return SimpleNamespace(**{**vars(module), **names})
+
+
+class Poller:
+    """In place of ``select.poll``: it waits for files that say whether they are readable."""
+
+    def __init__(self, schedule):
+        self.schedule, self.files = schedule, {}  # in order, as they are told of in one
+
+    def register(self, file, _):
+        self.files[file] = None
+
+    def unregister(self, file):
+        del self.files[file]
+
+    def readable(self):
+        return [(file, 1) for file in self.files if file.readable()]
+
+    def poll(self, milliseconds):
+        self.schedule.check()
+        if milliseconds and not self.readable():
+            self.schedule.wait(self.readable, milliseconds / 1000)
+        return self.readable()

@@ -27,7 +27,7 @@ from phalanx.seams.records import RunState
 from phalanx.shared import counters, layout, state
 from tests.simulation.machine import Dealer, Machine, sequence
 from tests.simulation.memory import Memory, Words, frombuffer, pack, unpack, viewed
-from tests.simulation.replacing import altered, replaced
+from tests.simulation.replacing import Poller, altered, replaced
 from tests.simulation.schedule import Schedule
 
 CALLER = "caller"
@@ -134,9 +134,9 @@ class Host:
             "order": words.order, "fence": words.fence, "memoryview": viewed, "give_back": bool,
             "Memory": lambda _, memory=None: memory or Memory(words, next(self.numbers)), "check_room": lambda *_: None,
             "time": SimpleNamespace(perf_counter=self.clock, monotonic=self.clock, sleep=self.sleep),
-            "os": altered(os, sched_yield=words.spin), "select": SimpleNamespace(poll=lambda: Poller(self), POLLIN=1),
+            "select": SimpleNamespace(poll=lambda: OrderedPoller(words), POLLIN=1),
             "signal": SimpleNamespace(SIGINT=2, signal=lambda *_: None), "warnings": SimpleNamespace(),
-            "np": altered(numpy, frombuffer=frombuffer),
+            "np": altered(numpy, frombuffer=frombuffer), "os": altered(os, sched_yield=words.spin),
             "WorkerHandle": functools.partial(Handle, self), "DriverChannel": lambda channel: channel,
             "Output": lambda: SimpleNamespace(open=False, follow=bool, forget=bool, carry=lambda _: []),
             "pack": pack, "unpack": unpack, "pack_recipe": pack_recipe, "unpacked": lambda _: self.definition,
@@ -290,26 +290,18 @@ class Channel:
         self.woken = False
 
 
-class Poller:
-    """In place of ``select.poll``."""
+class OrderedPoller(Poller):
+    """A poller that goes through the kernel, which orders memory."""
 
-    def __init__(self, host):
-        self._host, self._files = host, {}  # in order, as they are told of in one
-
-    def register(self, file, _):
-        self._files[file] = None
-
-    def unregister(self, file):
-        del self._files[file]
-
-    def readable(self):
-        return [(file, 1) for file in self._files if file.readable()]
+    def __init__(self, words):
+        super().__init__(words.schedule)
+        self.words = words
 
     def poll(self, milliseconds):
-        self._host.words.fence()
+        self.words.fence()
         if milliseconds:
-            self._host.schedule.wait(self.readable, max(milliseconds, 0) / 1000)
-        self._host.words.order()
+            self.schedule.wait(self.readable, max(milliseconds, 0) / 1000)
+        self.words.order()
         return self.readable()
 
 
