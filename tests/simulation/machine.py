@@ -112,16 +112,14 @@ def added_into(left, right, home):
 class Machine:
     """Implements ``seams.Framework``, ``Sharing``, ``SharedState``, ``Arithmetic`` and ``Arrays`` in one."""
 
-    name, direct = "machine", True
-    devices, averaging, following, lanes = (), None, None, None
+    name, direct, devices, opened, environment = "machine", True, (), None, contextlib.nullcontext()
 
     def __init__(self, host):
         self.portable, self._raises = host.portable, host.raises
         self.sharing = self.arithmetic = self.arrays = self
-        self.opened, self.environment = None, contextlib.nullcontext()
         self.state = State()
-        self.starts = [self.state.buffer]
 
+    starts = property(lambda self: [self.state.buffer])
     lr = property(lambda self: float(self.state.option))
     told = property(lambda self: (self.state.option, self.lr))
 
@@ -135,25 +133,19 @@ class Machine:
         for one in todo:
             if (one.share.step, one.replica) == self._raises:
                 raise ValueError("planted")
-            weights, start = [list(weight) for weight in self.state.weights], self.starts[0]
+            weights, start = list(map(list, self.state.weights)), self.state.buffer
             loss, gradient, left = computed(one.share.step, one.replica, weights, list(start))
-            placed = list(map(put, gradient, self._homes))
-            yield Computed(loss, None, placed, [start if left is None else left])
+            yield Computed(loss, None, list(map(put, gradient, self._homes)), [start if left is None else left])
 
     def update(self, step, gradient, buffers):
+        state = self.state
         for index, entry in enumerate(gradient):
             if entry is not None:
-                old = self.state.momenta.get(index)
-                weight, momentum = updated(
-                    list(self.state.weights[index]), old and list(old), list(entry), self.state.option
-                )
-                self.state.weights[index][:] = weight
-                if old is None:
-                    self.state.momenta[index] = momentum
-                else:
-                    old[:] = momentum
+                weight, old = state.weights[index], state.momenta.get(index)
+                weight[:], momentum = updated(list(weight), old and list(old), list(entry), state.option)
+                state.momenta[index] = put(momentum, old)
         if buffers is not None:
-            self.starts[0][:] = settled([list(left) for _, (left,) in buffers])
+            state.buffer[:] = settled([list(left) for _, (left,) in buffers])
 
     def norm(self, gradient, meet, there):
         for index, entry in enumerate(gradient):
@@ -165,17 +157,13 @@ class Machine:
     def capture(self, *, copy):
         return Captured({}, {}, {"state": self.state})
 
-    def finite(self, vector):
-        return True
-
     def lay_out(self, placement, take, known=None):
         return lay_out(CONTENTS, CONTENTS.owners(placement.workers), placement, take)
 
     def open(self, layout, arena, worker):
         if worker is not None:
             weights = [self.view(arena, at, VECTOR) for at in layout.weights]
-            self.state = State(weights, {}, None, self.state.option)
-            self.starts = [self.view(arena, layout.starts[0], SCALAR)]
+            self.state = State(weights, {}, self.view(arena, layout.starts[0], SCALAR), self.state.option)
             self._norms = frombuffer(arena, "int64", PARAMETERS, layout.norms)
         return self
 
@@ -211,7 +199,6 @@ class Machine:
 
     def take_arrays(self, weights, buffers):
         self.state = State(list(map(list, weights)), {}, list(buffers[0]), self.state.option)
-        self.starts = [self.state.buffer]
 
 
 class Dealer:

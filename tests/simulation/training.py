@@ -141,10 +141,14 @@ class Machine:
         return self._done == self._steps
 
     def break_off(self):
+        if not self.closed:
+            self.ended = ""
+            self.close()
+
+    def close(self):
         """End the worker, but not in its update."""
         if self.closed:
             return
-        self.ended = ""
         self._schedule.wait(lambda: not self._tearing or self._idle())
         self._schedule.kill(self._worker)
         self.lost, self.closed = self._tearing, True
@@ -152,11 +156,6 @@ class Machine:
             self._framework.state = self._state
         while self._done > self._steps:
             self.run_state.unseen.append(self._absorbed())
-
-    def close(self):
-        ended = self.ended
-        self.break_off()
-        self.ended = ended
 
     def check_able(self):
         if self.ended:

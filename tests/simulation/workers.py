@@ -121,8 +121,7 @@ class Host:
 
         def live():
             self.words.order()
-            with contextlib.suppress(SystemExit):
-                worker.live(channel, memories, number)
+            worker.live(channel, memories, number)
 
         self.schedule.start(process, "main", live)
         return process
@@ -245,7 +244,7 @@ class Handle:
         self.channel.woken = True
 
     def dismiss(self):
-        self.channel.closed = True
+        """Its end follows at once."""
 
     def end(self):
         """Its wait status."""
@@ -265,7 +264,7 @@ class Channel:
     """Both ends of a worker's channel; in place of ``DriverChannel``, too."""
 
     def __init__(self, handle, host):
-        self._handle, self._host, self.told, self.woken, self.closed = handle, host, [], False, False
+        self._handle, self._host, self.told, self.woken = handle, host, [], False
 
     def fileno(self):
         return self
@@ -283,10 +282,8 @@ class Channel:
 
     def sleep(self, milliseconds):
         self._host.words.fence()
-        self._host.schedule.wait(lambda: self.woken or self.closed, milliseconds / 1000)
+        self._host.schedule.wait(lambda: self.woken, milliseconds / 1000)
         self._host.words.order()
-        if not self.woken and self.closed:
-            raise SystemExit
         self.woken = False
 
 
