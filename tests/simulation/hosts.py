@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 from greenlet import getcurrent
 
+from phalanx.definition.evaluation import Evaluation
 from phalanx.engines.hosts import beacon, driver, gloo, members, stores, world
 from phalanx.errors import PhalanxError
 from phalanx.plan import Rounds
@@ -34,6 +35,7 @@ PORT = 29500
 IMPORT = 0.25  # seconds until a process that starts again asks for the others; its predecessor's port is free then
 LOST_AFTER = 1.0  # seconds
 WATCHED = 2  # steps from one evaluation to the next
+EVALUATION = Evaluation({"state": abs}, [0], every_steps=WATCHED)  # its value is the state
 THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
 LONGEST = 120.0  # seconds until everybody has ended
 MOST_ACTIONS = 6_000  # of a run
@@ -79,10 +81,9 @@ class Simulation(Observer):
         self.schedule = Schedule(script, self.strike, seed, self.draw, most=MOST_ACTIONS)
         self.net, self.states = Net(self.schedule), sequence(steps)
         self.lives = [-1] * size
-        self.runs, self.told, self.ends = {}, {}, {}  # by process: what it has, the steps it was told, how it ended
-        self.wrong = {}  # by process that ended by an error: members that were well, so that it need not have
-        self.leaving, self.victims = set(), set()
-        self.interrupted, self.signals = set(), Own(self.schedule, interruptible)
+        self.runs = {}  # by process: what it has, what it was told, and how it ended
+        self.leaving, self.interrupted, self.victims = set(), set(), set()
+        self.signals = Own(self.schedule, interruptible)
         self.troubles = {}  # when something befell a host, or a link, last
         self.definition = SimpleNamespace(
             replicas=REPLICAS, total=steps, updates=steps, epochs=None, phases=None, rounds=Rounds(), stream=False,
@@ -145,19 +146,10 @@ class Simulation(Observer):
 
     def train(self, process):
         """What a caller does: as ``Recipe.train``."""
-        self.told[process], self.runs[process] = (
-            [],
-            SimpleNamespace(
-                world=None,
-                engine=None,
-                framework=Framework(),
-                begun=math.inf,
-                ended=math.inf,
-                computes=False,
-                evaluated=[],
-            ),
-        )
-        run = self.runs[process]
+        run = self.runs[process] = SimpleNamespace(
+            world=None, engine=None, framework=Framework(), begun=math.inf, ended=math.inf,
+            told=[], evaluated=[], computes=False, end=None, well=None,
+        )  # fmt: skip
         self.schedule.wait(seconds=IMPORT if process.life else 0)
         try:
             run.world = world.World(SECONDS, LOST_AFTER)
@@ -168,16 +160,15 @@ class Simulation(Observer):
             run.begun = self.schedule.now
             self.steps_of(process, run)
         except PhalanxError as error:
-            self.ends[process] = error
-            self.wrong[process] = self.wrongly_lost(process)
+            run.end, run.well = error, self.wrongly_lost(process)
         except KeyboardInterrupt:
-            self.ends[process] = "interrupted"
+            run.end = "interrupted"
         run.ended = self.schedule.now
         for each in [process, *self.processes(process.rank, "worker")]:  # its threads and workers end with it
             self.schedule.kill(each)
 
     def steps_of(self, process, run):
-        loop = Loop(self.definition, run.engine, (Watch(),), (self,))
+        loop = Loop(self.definition, run.engine, (EVALUATION,), (self,))
         try:
             loop.complete()  # who joins may have a step to complete
             while not loop.finished and not run.engine.run_state.leaving:
@@ -187,13 +178,13 @@ class Simulation(Observer):
         finally:
             with interrupts.held():
                 loop.end()
-        self.ends[process] = "done" if loop.finished else "left"
+        run.end = "done" if loop.finished else "left"
 
     def step(self, report):
         """A caller is told of a step."""
-        process = self.schedule.process
+        run = self.runs[self.schedule.process]
         self.schedule.wait()
-        self.told[process].append((report.step, report.loss, self.runs[process].world.members.number))
+        run.told.append((report.step, report.loss, run.world.members.number))
 
     def evaluated(self, metrics):
         """A caller is told of an evaluation."""
@@ -242,7 +233,7 @@ class Simulation(Observer):
         parts = [each for each in self.processes(rank, "caller", "beacon") if each.life == process.life]
         moving = process in parts and not self.schedule.frozen & set(parts)
         recently = 0 <= self.schedule.now - run.ended < ago
-        return run is mine or moving or recently or self.ends.get(process) == "done"
+        return run is mine or moving or recently or run.end == "done"
 
     def getpid(self):
         return self.schedule.process.life + 1000 * self.schedule.process.rank
@@ -312,24 +303,6 @@ class Simulation(Observer):
             struck = (both if fault == "cut" else {(one, other)}) - broken
             broken |= struck
         return bool(struck)
-
-
-class Watch:
-    """An evaluation every so many steps: its value is the state."""
-
-    data, batch_size = (), 1
-
-    def is_due(self, steps, epoch, *, epoch_ended):
-        return steps % WATCHED == 0
-
-    def following(self, steps, plan):
-        return steps - steps % WATCHED + WATCHED
-
-    def metrics(self, *, single):
-        return SimpleNamespace(fold=lambda value: {"state": value})
-
-    def full(self, name):
-        return name
 
 
 def interruptible():

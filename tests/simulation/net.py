@@ -85,7 +85,7 @@ class Net:
         return [file for file in files if file.readable()], [], []
 
 
-class File:
+class File(contextlib.AbstractContextManager):
     """Something that a process may close or give to a child. It is its own descriptor."""
 
     def __init__(self, net):
@@ -100,9 +100,6 @@ class File:
 
     def gone(self):
         return self.closed or self.net.gone(self.owner)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -187,7 +184,7 @@ class Beside:
     """The process beside a member: it runs the real ``Beacon``."""
 
     def __init__(self, net, pipe, air):
-        self.net, self.process, self.returncode = net, net.schedule.process._replace(part="beacon"), None
+        self.net, self.process = net, net.schedule.process._replace(part="beacon")
         pipe.owner = air.owner = self.process
         net.schedule.start(self.process, "main", lambda: self.serve(pipe, air))
 

@@ -183,17 +183,18 @@ def test_a_script_replays():
     again = Simulation(3, STEPS, dict(script)).run()
     assert first.schedule.struck == again.schedule.struck
     assert first.schedule.actions == again.schedule.actions
-    assert first.told == again.told
-    assert list(map(repr, first.ends.items())) == list(map(repr, again.ends.items()))
+    assert [repr((run.told, run.end)) for run in first.runs.values()] == [
+        repr((run.told, run.end)) for run in again.runs.values()
+    ]
 
 
 def test_a_process_that_starts_again_joins():
     """It is told of the steps from where it joined on, to the same state."""
     simulation = Simulation(3, 6, {190: ("kill", 2), 200: ("start", 2)}).run()
     check(simulation)
-    joined = max(process for process in simulation.told if process.rank == 2)
+    joined = max(process for process in simulation.runs if process.rank == 2)
     assert joined.life == 1
-    assert simulation.ends[joined] == "done"
+    assert simulation.runs[joined].end == "done"
 
 
 def any_half(some, chosen):

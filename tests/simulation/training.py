@@ -133,7 +133,7 @@ class Machine:
         while self._schedule.now < end:
             self._schedule.wait(self._idle, WAKE)
             self._check_others()
-        return float(self._state)
+        return [[(float(self._state), 1.0)]]
 
     def pause(self):
         self._horizon = 0

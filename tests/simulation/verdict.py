@@ -12,19 +12,20 @@ from tests.simulation.hosts import LONGEST, WATCHED
 
 def check(simulation):
     """Raise an AssertionError if something does not hold."""
-    for process, told in simulation.told.items():
-        check_told(simulation, process, [step for step, _, _ in told], [loss for _, loss, _ in told])
-        check_end(simulation, process)
+    for process, run in simulation.runs.items():
+        check_told(simulation, process, run)
+        check_end(simulation, process, run)
     for one, other in itertools.product(simulation.runs.values(), repeat=2):
         check_one_side(one.world, other.world)
     assert simulation.schedule.now < LONGEST, f"it took {simulation.schedule.now:.0f} s"
     if not simulation.schedule.struck:
-        assert set(simulation.ends.values()) == {"done"}, simulation.ends
+        ends = [run.end for run in simulation.runs.values()]
+        assert set(ends) == {"done"}, ends
 
 
-def check_told(simulation, process, steps, losses):
+def check_told(simulation, process, run):
     """Each step is told once, in order; what is told is what an undisturbed run has."""
-    states, run = simulation.states, simulation.runs[process]
+    states, steps, losses = simulation.states, [each[0] for each in run.told], [each[1] for each in run.told]
     first = steps[0] if steps else 0
     assert steps == list(range(first, first + len(steps))), f"{process} was told of steps {steps}"
     assert losses == [states[step + 1] for step in steps], f"{process} was told of other losses: {losses}"
@@ -34,7 +35,7 @@ def check_told(simulation, process, steps, losses):
     check_evaluated(simulation, run, process)
     history = run.engine.run_state.loss_history
     assert history == states[1 : len(history) + 1], f"{process} has other losses: {history}"
-    if simulation.ends.get(process) is not None and not run.engine.engine.lost:
+    if run.end is not None and not run.engine.engine.lost:
         assert run.framework.state == states[len(history)], f"{process} has another state after {len(history)} steps"
 
 
@@ -45,14 +46,13 @@ def check_evaluated(simulation, run, process):
     found = [dataclasses.astuple(each) for each in run.engine.run_state.evaluated]
     assert found == expected[: len(found)], f"{process} evaluated {found}"
     assert run.evaluated == [value for _, value, _ in found][len(found) - len(run.evaluated) :], f"{process} was told"
-    if simulation.ends.get(process) == "done":
+    if run.end == "done":
         assert found == expected, f"{process} evaluated {found} only"
 
 
-def check_end(simulation, process):
+def check_end(simulation, process, run):
     """A process does all steps, or says why not; nobody is lost who was among so many that could have gone on."""
-    end, run = simulation.ends.get(process), simulation.runs[process]
-    told = simulation.told[process]
+    end, told = run.end, run.told
     if end is None:
         assert process in simulation.victims, f"{process} ended without a word"
     elif end == "done":
@@ -66,8 +66,7 @@ def check_end(simulation, process):
         told_so = any(f"process {each.rank}" in str(end) and "left the run" in str(end) for each in unready)
         early = process in unready or told_so
         assert isinstance(end, PeersLostError), f"{process} ended by {end!r}"
-        well = simulation.wrong[process]
-        assert early or not well, f"{process} ended by {end!r}, although {well} were well"
+        assert early or not run.well, f"{process} ended by {end!r}, although {run.well} were well"
 
 
 def check_one_side(one, other):
