@@ -38,7 +38,7 @@ WATCHED = 2  # steps from one evaluation to the next
 EVALUATION = Evaluation({"state": abs}, [0], every_steps=WATCHED)  # its value is the state
 THAWED = 12.0  # seconds after which what is frozen goes on, so that it can say why it ends
 LONGEST = 120.0  # seconds until everybody has ended
-MOST_ACTIONS = 6_000  # of a run
+MOST_ACTIONS, FAULTS = 6_000, 3  # of a run; with a seed
 CALM = 5.0  # seconds without trouble after which nobody may be lost: as long as a connection takes, and a silence
 MODULES = beacon, members, gloo, stores, world, driver, Machine, Store, Group
 # Waits are longer here, so that there are fewer actions to strike at.
@@ -72,12 +72,10 @@ class Simulation(Observer):
     size, steps : int
     script, seed
         As ``Schedule`` takes them.
-    faults : int
-        How many are drawn at most.
     """
 
-    def __init__(self, size, steps, script, seed=None, faults=3):
-        self.size, self.steps, self.faults = size, steps, faults
+    def __init__(self, size, steps, script, seed=None):
+        self.size, self.steps = size, steps
         self.schedule = Schedule(script, self.strike, seed, self.draw, most=MOST_ACTIONS)
         self.net, self.states = Net(self.schedule), sequence(steps)
         self.lives = [-1] * size
@@ -112,8 +110,10 @@ class Simulation(Observer):
         schedule, rank = self.schedule, lambda: self.schedule.process.rank
         return {
             **COARSE, **self.net.names(), "simulation": self, "Processes": Machine, "LEFT": [],
-            "os": SimpleNamespace(environ={}, getpid=self.getpid, getppid=self.getppid),
-            "stopped": lambda _: schedule.process._replace(part="caller") in schedule.frozen,
+            "os": SimpleNamespace(
+                environ={}, getpid=lambda: schedule.process.life, getppid=lambda: schedule.lives(self.parent())
+            ),
+            "stopped": lambda _: self.parent() in schedule.frozen,
             "STORES": Own(schedule, collections.Counter), "RUNS": Own(schedule, collections.Counter),
             "surroundings": lambda: (rank(), self.size, address_of(0), PORT), "towards": lambda _: "",
             "ends": lambda address: (address_of(rank()), address), "_host": lambda: f"host{rank()}",
@@ -190,9 +190,6 @@ class Simulation(Observer):
         """A caller is told of an evaluation."""
         self.runs[self.schedule.process].evaluated.append(metrics["state"])
 
-    def happened(self, incident):
-        """Nothing is to be done."""
-
     def wrongly_lost(self, process):
         """So many members that may go on with this one, all well for a while, while no others could go on instead."""
         mine = self.runs[process]
@@ -235,13 +232,9 @@ class Simulation(Observer):
         recently = 0 <= self.schedule.now - run.ended < ago
         return run is mine or moving or recently or run.end == "done"
 
-    def getpid(self):
-        return self.schedule.process.life + 1000 * self.schedule.process.rank
-
-    def getppid(self):
-        """For a beacon: its parent's number, 1 if that has ended."""
-        parent = self.schedule.process._replace(part="caller")
-        return 100_000 + parent.life if self.schedule.lives(parent) else 1
+    def parent(self):
+        """The caller of the beacon that acts."""
+        return self.schedule.process._replace(part="caller")
 
     def strike(self, fault, *what):
         """Do a fault; returns whether it met anything."""
@@ -252,7 +245,7 @@ class Simulation(Observer):
 
     def draw(self, random, _):
         """A fault now and then, until there were enough; what was done is often undone."""
-        if random.random() > 0.012 or len(self.schedule.struck) >= self.faults:
+        if random.random() > 0.012 or len(self.schedule.struck) >= FAULTS:
             return None
         undoing = [(mend, *done[1:]) for _, done in self.schedule.struck for mend, of in MENDS.items() if done[0] in of]
         if undoing and random.random() < 0.4:

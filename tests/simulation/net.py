@@ -47,7 +47,9 @@ class Net:
         """What stands for what modules import, by name."""
         return {
             "net": self, "GROUP": Group, "TCP": Store, "c10d": SimpleNamespace(PrefixStore=PrefixStore),
-            "time": SimpleNamespace(monotonic=self.now, perf_counter=self.now, sleep=self.sleep),
+            "time": SimpleNamespace(
+                monotonic=self.now, perf_counter=self.now, sleep=lambda seconds: self.schedule.wait(seconds=seconds)
+            ),
             "secrets": SimpleNamespace(randbits=lambda _: next(self.count), token_hex=lambda _: f"{next(self.count)}"),
             "select": SimpleNamespace(select=self.selected, poll=lambda: Poller(self.schedule), POLLIN=1),
             "socket": altered(socket, socket=lambda *_: Datagrams(self), socketpair=self.pair),
@@ -58,9 +60,6 @@ class Net:
     def now(self):
         self.schedule.check()
         return self.schedule.now
-
-    def sleep(self, seconds):
-        self.schedule.wait(seconds=seconds)
 
     def gone(self, process):
         return not self.schedule.lives(process)

@@ -102,17 +102,16 @@ class Machine:
 
     def _exchanged(self, hosts):
         """What all replicas computed, in order."""
-        place, rows = self._rendezvous, {}
-        rows[place.rank] = [part(self._state, self._done, replica) for replica in place.blocks[place.rank]]
-        mine = torch.tensor(rows[place.rank])
-        others = [rank for rank in range(len(place.blocks)) if rank != place.rank]
-        works = [hosts.begin_send(mine, other) for other in others]
+        place = self._rendezvous
+        rows = [torch.zeros(len(block), dtype=torch.int64) for block in place.blocks]
+        for at, replica in enumerate(place.blocks[place.rank]):
+            rows[place.rank][at] = part(self._state, self._done, replica)
+        others = [rank for rank in range(len(rows)) if rank != place.rank]
         for other in others:
-            theirs = torch.zeros(len(place.blocks[other]), dtype=torch.int64)
-            works.append(hosts.begin_receive(theirs, other))
-            hosts.wait(works[-1:])
-            rows[other] = theirs.tolist()
-        return [value for rank in sorted(rows) for value in rows[rank]]
+            hosts.begin_send(rows[place.rank], other)
+        for other in others:
+            hosts.wait([hosts.begin_receive(rows[other], other)])
+        return torch.cat(rows).tolist()
 
     def advance(self, batch, horizon):
         self.check_able()

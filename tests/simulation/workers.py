@@ -115,17 +115,6 @@ class Host:
         self.words.drain(process)
         self.schedule.kill(process)
 
-    def spawn(self, number, memories, channel):
-        """Start the process of a worker; returns its name."""
-        process = self.workers[number] = f"worker {number}, {next(self.numbers)}"
-
-        def live():
-            self.words.order()
-            worker.live(channel, memories, number)
-
-        self.schedule.start(process, "main", live)
-        return process
-
     def simulated(self):
         """Inside, what the real code calls of the system is simulated."""
         words = self.words
@@ -229,7 +218,12 @@ class Handle:
         self._host, self.number, self.ended, self.ready, self.pipes = host, number, False, False, []
         self.channel, self.pidfd = Channel(self, host), self
         self.watched = [self.channel, self]
-        self.process = host.spawn(number, memories, self.channel)
+        self.process = host.workers[number] = f"worker {number}, {next(host.numbers)}"
+        host.schedule.start(self.process, "main", lambda: self.live(memories))
+
+    def live(self, memories):
+        self._host.words.order()
+        worker.live(self.channel, memories, self.number)
 
     def readable(self):
         return not self._host.schedule.lives(self.process)
