@@ -9,6 +9,7 @@ the same run.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import math
@@ -29,7 +30,7 @@ class Stuck(AssertionError):
 class Actor(greenlet):
     """A thread of a simulated process: it can go on when ``ready()``, and from the moment ``until`` on."""
 
-    ready, until = None, 0.0
+    __slots__ = "name", "number", "process", "ready", "until"
 
 
 class Schedule:
@@ -79,6 +80,7 @@ class Schedule:
         self.check()
         actor = Actor(body, self._home)
         actor.number, actor.process, actor.name = self._begun, process, name
+        actor.ready, actor.until = None, 0.0
         self._actors.append(actor)
         self._living[process] += 1
         self._begun += 1
@@ -178,11 +180,12 @@ class Schedule:
         """Who acts next; None if all have ended. Time passes until there is one."""
         planned = self.script.get(self.actions, ("turn", 0))
         passed = planned[1] if planned[0] == "turn" else 0
-        while self._actors:
+        after = bisect.bisect(self._actors, self._last, key=lambda each: each.number)
+        turns = self._actors[after:] + self._actors[:after]
+        while turns:
             if self.actions > self.most:
                 raise Stuck(f"no end after {self.actions} actions")
-            moving = [each for each in self._actors if each.process not in self.frozen]
-            moving.sort(key=lambda each: each.number <= self._last)
+            moving = [each for each in turns if each.process not in self.frozen]
             able = list(itertools.islice(filter(self._may, moving), None if passed else 1))
             if able:
                 return able[passed % len(able)]
