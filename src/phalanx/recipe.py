@@ -226,7 +226,7 @@ class Recipe(Definition):
             SIGTERM came, and there is a ``run_dir``: the state was saved there.
         RunError
             The base of all but UsageError. A plain RunError says why the run cannot go on: workers that die again and
-            again or take the state with them, a lost host, a batch in which every weight is 0.
+            again or take the state with them, a batch in which every weight is 0.
         KeyboardInterrupt
             Ctrl-C; carries ``result`` too.
         """
@@ -263,7 +263,8 @@ class Recipe(Definition):
         SnapshotError
             As in ``train``.
         RunError
-            Workers cannot be started; a PeersLostError: another process of a torch.distributed world did not come.
+            Workers cannot be started. A PeersLostError: another process of a torch.distributed world did not come; a
+            LeftError: it was closed.
         """
         run = None
         try:
@@ -322,7 +323,9 @@ class Recipe(Definition):
         """What this process does once it reports and saves in place of another, as soon as that lets go of run_dir."""
         beside, stop = (*own.evaluation, *own.callbacks), own.on_snapshot_error == "stop"
         only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
-        observers: list[Any] = watching(own.progress, only, self, turn, stop=stop, called=called)
+        observers: list[Any] = []
+        if not run().closed:  # else nobody looks on, and only the end is saved
+            observers += watching(own.progress, only, self, turn, stop=stop, called=called)
         saves, again = False, 0.0
         while not saves:
             try:
@@ -333,13 +336,15 @@ class Recipe(Definition):
                 run().save_by(keeping[-1] if keeping else None)
                 saves = True
             except UsageError as error:
-                if not again:
+                if run().closed:
+                    checks.warn(f"nobody has saved step {run().steps}, the last one, as who saved is lost: {error}")
+                elif not again:
                     checks.warn(f"this process saves in place of another that fell, as soon as it can: {error}")
                 again = time.perf_counter() + AGAIN_SECONDS
             for observer in observers:
                 observer.begin(engine, run())
             yield observers
-            while time.perf_counter() < again:
+            while time.perf_counter() < again and not run().closed:
                 yield []
             observers = []
 

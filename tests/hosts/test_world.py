@@ -121,7 +121,7 @@ told.append([results[0].steps, results[0].digest])
     assert f"process {odd} left before this run began: " in other[1]
     assert mine[2] == "enough"
     assert "left the run: it was closed after" in other[2]
-    assert "left the run: it was closed after 4 steps, because of ValueError: boom" in other[3]
+    assert "left the run: it was closed after 4 steps, while handling ValueError: boom" in other[3]
 
 
 @pytest.mark.long

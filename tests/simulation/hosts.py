@@ -221,12 +221,12 @@ class Simulation(Observer):
 
     def takes_part(self, rank, mine, ago=0.0):
         """Whether the process of a host is in the same run, and lives, or did some seconds ago, or has done it."""
-        process = Process(rank, self.lives[rank])
-        run = self.runs.get(process)
-        if self.since((rank,)) < ago:  # also one that was started again meanwhile
-            return True
-        if run is None or run.world is None or run.world.members.run != mine.world.members.run:
-            return False
+        lives = [Process(rank, life) for life in range(self.lives[rank] + 1)]
+        worlds = [(process, self.runs[process].world) for process in lives if process in self.runs]
+        same = [process for process, world in worlds if world and world.members.run == mine.world.members.run]
+        if self.since((rank,)) < ago or lives[-1] not in same:  # it may have been started again meanwhile
+            return self.since((rank,)) < ago and bool(same)
+        process, run = lives[-1], self.runs[lives[-1]]
         parts = [each for each in self.processes(rank, "caller", "beacon") if each.life == process.life]
         moving = process in parts and not self.schedule.frozen & set(parts)
         recently = 0 <= self.schedule.now - run.ended < ago

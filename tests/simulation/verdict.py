@@ -45,7 +45,8 @@ def check_evaluated(simulation, run, process):
     expected = [(step, simulation.states[step], "state") for step in due]
     found = [dataclasses.astuple(each) for each in run.engine.run_state.evaluated]
     assert found == expected[: len(found)], f"{process} evaluated {found}"
-    assert run.evaluated == [value for _, value, _ in found][len(found) - len(run.evaluated) :], f"{process} was told"
+    first = len(found) - len(run.evaluated) if run.world.joins else 0
+    assert run.evaluated == [value for _, value, _ in found[first:]], f"{process} was told of {run.evaluated}"
     if run.end == "done":
         assert found == expected, f"{process} evaluated {found} only"
 
@@ -57,11 +58,11 @@ def check_end(simulation, process, run):
         assert process in simulation.victims, f"{process} ended without a word"
     elif end == "done":
         assert (told and told[-1][0] == simulation.steps - 1) or run.world.joins, f"{process} was told of steps {told}"
-    elif end in ("left", "interrupted"):
-        assert process in getattr(simulation, {"left": "leaving"}.get(end, end)), f"{process} {end} by itself"
+    elif end == "interrupted":
+        assert process in simulation.interrupted, f"{process} was interrupted by nobody"
     elif isinstance(end, LeftError):
         assert simulation.interrupted, f"nobody has closed the run, but {process} says {end}"
-    else:
+    elif end != "left":  # which only who was told to leave says
         unready = [each for each, other in simulation.runs.items() if not other.computes]
         told_so = any(f"process {each.rank}" in str(end) and "left the run" in str(end) for each in unready)
         early = process in unready or told_so

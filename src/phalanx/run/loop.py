@@ -328,17 +328,18 @@ class Loop:
         with contextlib.ExitStack() as endings:
             if self._supply is not None:
                 endings.callback(self._supply.close)
-            endings.callback(self._end_in_place)
-            endings.callback(self._engine.close)
+            endings.callback(self._end_engine)
             for observer in self._observers:
                 endings.callback(observer.end)
             if not self._ended:
                 endings.callback(self.complete, again=False)
 
-    def _end_in_place(self) -> None:
-        """Save in place of a process that was lost after its last step, or in the evaluation that follows it."""
-        done = self.finished and self._engine.run_state.complete  # a last step without its evaluation is not saved
-        if not done or self._ended:
+    def _end_engine(self) -> None:
+        """Close the engine, then save in place of a process that was lost after its last step, or while it ended."""
+        self._engine.close()
+        state = self._engine.run_state
+        over = self.finished or state.stopped_by is not None
+        if self._ended or not (over and state.complete):  # a last step without its evaluation is not saved
             return
         with contextlib.ExitStack() as endings:
             for observer in self._succeed():

@@ -45,7 +45,7 @@ class Run:
         self._engine = engine
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
-        self._terminated, self._closed = "", False
+        self._terminated, self.closed = "", False
         self._given: set[Callable[[], object]] = set()  # checks of exported models, which the caller may change
         self._times, self._predictor = (called, time.perf_counter()), predictor
         self.kept_in = kept_in  # run_dir, in processes that do not write to it, too
@@ -83,7 +83,7 @@ class Run:
         if self._definition.data is None:
             raise UsageError("there is no data to iterate over (data=None): bring each batch with run.step(batch)")
         self._complete()
-        if self._closed or self._loop.finished or (self.stopped and self._engine.pause()):
+        if self.closed or self._loop.finished or (self.stopped and self._engine.pause()):
             raise StopIteration
         try:
             return self._advance(None)
@@ -321,14 +321,14 @@ class Run:
     @verb
     def result(self) -> Result:
         """The state now as a Result of your own; a RunError if an update broke off, or workers were lost with it."""
-        return self._now(copy=not self._closed)
+        return self._now(copy=not self.closed)
 
     @verb
     def close(self) -> None:
         """End the run and its workers. ``result()`` still works; steps do not."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         try:
             self._loop.end()
         except SnapshotError as error:
@@ -347,7 +347,7 @@ class Run:
         """The state as it is; ``copy``: independent of the run."""
         if self._loop.refused:
             self._loop.check_able()
-        if self._saver is not None and not self._closed:
+        if self._saver is not None and not self.closed:
             self._saver.settle()
         extras = {**self._loop.left(), "stopped_early": self._loop.stopped_early}
         return result_of(self._definition, self._engine, self._times, extras, self._predictor, copy=copy)
@@ -373,7 +373,7 @@ class Run:
 
     def _complete(self) -> None:
         """Complete the last step first, if an exception or Ctrl-C cut it short."""
-        if not self._closed and not self._engine.run_state.complete:
+        if not self.closed and not self._engine.run_state.complete:
             with self._handed_over():
                 self._loop.complete()
 
@@ -404,5 +404,5 @@ class Run:
         return Preempted(f"{self._terminated}, and {outcome}", step=self.steps - 1)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise UsageError("this run is closed: its with block has ended; start another with recipe.start()")

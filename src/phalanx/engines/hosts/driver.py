@@ -111,6 +111,9 @@ class Distributed(Changing[Processes]):
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         return self._kept_up(lambda: self.engine.evaluate(metrics, data, batch_size, weights))
 
+    def peek(self) -> dict[str, Any] | None:
+        return self._kept_up(lambda: self.engine.peek())
+
     def schedule(self, value: float | Training, epoch: int) -> None:
         self._kept_up(lambda: self.engine.schedule(value, epoch))
 
@@ -131,7 +134,7 @@ class Distributed(Changing[Processes]):
         finally:  # a second Ctrl-C does not wait for others
             leaving, way = self.run_state.leaving, DONE if self._finished else CLOSED
             error = sys.exc_info()[1]  # a with block ends by it
-            by = "" if error is None else f", because of {Farewell.after(error).why}"
+            by = "" if error is None else f", while handling {Farewell.after(error).why}"
             self._quit(LEAVES if leaving else way, leaving or f"it was closed after {self._steps} steps{by}")
 
     @property
@@ -284,8 +287,8 @@ def open_distributed(
     ------
     UsageError
         Another process has another recipe or environment, or there are more processes than replicas.
-    PeersLostError
-        Another process does not come.
+    PeersLostError, LeftError
+        Another process does not come, or was closed.
     """
     if world.size > definition.replicas:
         raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")

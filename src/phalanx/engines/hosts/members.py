@@ -38,7 +38,10 @@ class Farewell(NamedTuple):
 
     @classmethod
     def after(cls, error: BaseException | None) -> Farewell:
-        """Of a process that an error ends. Who has lost the others goes alone; who was told of an end tells it on."""
+        """Of a process that this error ends: after Ctrl-C the run is closed, and one that was lost leaves alone.
+
+        A process that was told of a close passes that on. After any other error the run has failed.
+        """
         ways = {PeersLostError: LEAVES, LeftError: CLOSED, KeyboardInterrupt: CLOSED}
         way = next((way for kind, way in ways.items() if isinstance(error, kind)), FAILED)
         return cls(way, f"{type(error).__name__}: {error}".removesuffix(": "))

@@ -42,7 +42,7 @@ BRIEF_SECONDS = 0.005
 CONNECTED = datetime.timedelta(seconds=20)  # until members that have agreed reach their store
 PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
-ENDS = {LEAVES: PeersLostError, CLOSED: LeftError}  # how a run ends for those that a process leaves in such a way
+ERRORS = {LEAVES: PeersLostError, CLOSED: LeftError}  # what the others of a run get, by how a process leaves it
 ENDED = ". So it has ended here, too"
 RUNS = [0]  # begun in this process; the same number in all processes
 
@@ -175,7 +175,7 @@ class World:
         chosen = self.members.agree(told, functools.partial(self._proposed, least), self.seconds)
         if (final := self.members.final) is not None:
             rank, (way, why) = final
-            raise ENDS.get(way, RunError)(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
+            raise ERRORS.get(way, RunError)(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
         if str(self.members.me) not in chosen["places"]:
             raise PeersLostError(f"the other members go on without {self.named(self.members.me)}: they did not hear it")
         if chosen["wrong"]:
@@ -307,7 +307,7 @@ class World:
             thread = threading.Thread(target=_answer, args=(Future(), ask), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
-        self.part(LEAVES if self.joins else way, why)  # who joins is not needed
+        self.part(LEAVES if self.joins else way, why)  # members go on without who has not joined yet
 
     def part(self, way: str, why: str) -> None:
         """Leave the run: say why, and close what was opened for it; the store stays."""
@@ -329,7 +329,7 @@ class World:
                     return self._store.get(key)
                 if self._store.check([f"left/{rank}"]):
                     way, _, why = self._store.get(f"left/{rank}").decode(errors="replace").partition(" ")
-                    raise ENDS.get(way, RunError)(f"{self.named(rank)} left before this run began: {why}")
+                    raise ERRORS.get(way, RunError)(f"{self.named(rank)} left before this run began: {why}")
                 time.sleep(POLL_SECONDS)
         raise PeersLostError(
             f"{self.named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
