@@ -778,3 +778,27 @@ def test_functions_keep_the_names_of_their_files(sent):
     arrived = sent(outer)
     assert arrived.__code__.co_filename == __file__
     assert arrived().__code__.co_filename == __file__
+
+
+# What is broken off on the way.
+
+BROKEN_OFF = """
+import gc, io, sys, torch
+from phalanx.engines.processes.serialization import Packer
+from phalanx.frameworks.registry import reduced
+buffers = []
+gc.disable()
+Packer(io.BytesIO(), reduced, buffers).dump([torch.arange(100.0), torch.arange(6)])
+seen = [*buffers]
+seen += [seen]  # as a traceback is held by what it passes through
+assert len(seen) == 3
+del buffers, seen
+gc.collect()
+"""
+
+
+def test_what_was_packed_when_ctrl_c_came_is_collected():
+    """A run whose start or evaluation Ctrl-C broke off ended the process when Python collected what that had packed."""
+    command = [sys.executable, "-c", BROKEN_OFF]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

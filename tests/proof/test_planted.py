@@ -449,7 +449,7 @@ PAIRS = {
     "two workers": {"engine": "processes", "workers": 2},
     "three workers": {"engine": "processes", "workers": 3, "chain": "every"},
     "four workers": {"engine": "processes", "workers": 4, "chain": 7},
-    "devices": {"devices": ["cpu", "cpu"]},
+    "devices": {"engine": "auto", "devices": ["cpu", "cpu"]},
     "audited": {"engine": "processes", "workers": 2, "audit": 0.5},
     "audited inline": {"engine": "inline", "audit": 1.0},
     "snapshots": {"engine": "inline", "snapshot_every": 5},

@@ -146,7 +146,7 @@ def reduced(thing: Any, *, alone: bool) -> Any:
     if isinstance(thing, torch.UntypedStorage) and thing.device.type == "cpu":
         if not thing.nbytes():
             return torch.UntypedStorage, (0,)
-        return _untyped, (pickle.PickleBuffer(bytes_of(thing).data),)
+        return _untyped, (pickle.PickleBuffer(bytes_of(thing)),)  # of a memoryview: GC crashes (Python 3.11, gh-77894)
     return NotImplemented
 
 
