@@ -146,7 +146,8 @@ def reduced(thing: Any, *, alone: bool) -> Any:
     if isinstance(thing, torch.UntypedStorage) and thing.device.type == "cpu":
         if not thing.nbytes():
             return torch.UntypedStorage, (0,)
-        return _untyped, (pickle.PickleBuffer(bytes_of(thing)),)  # of a memoryview: GC crashes (Python 3.11, gh-77894)
+        # Not of a memoryview: before Python 3.12.7 the garbage collector crashes on that in a cycle (gh-77894).
+        return _untyped, (pickle.PickleBuffer(bytes_of(thing)),)
     return NotImplemented
 
 
