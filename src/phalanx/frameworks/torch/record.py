@@ -147,7 +147,7 @@ def reduced(thing: Any, *, alone: bool) -> Any:
         if not thing.nbytes():
             return torch.UntypedStorage, (0,)
         # Not of a memoryview: before Python 3.12.7 the garbage collector crashes on that in a cycle (gh-77894).
-        return _untyped, (pickle.PickleBuffer(bytes_of(thing)),)
+        return _untyped, (pickle.PickleBuffer(bytes_of(thing)),)  # type: ignore[arg-type]  numpy before Python 3.12
     return NotImplemented
 
 
