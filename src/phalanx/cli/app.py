@@ -1,4 +1,4 @@
-"""The commands ``phalanx train``, ``demo``, ``chaos``, ``tune``, ``devices``, ``report``, ``export`` and ``explain``.
+"""The commands that train, show and look: ``phalanx --help`` lists them all.
 
 Those that compare, replay and verify runs are in ``proving``.
 
@@ -77,7 +77,7 @@ Devices = Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,c
 Workers = Annotated[str, typer.Option("--workers", help="How many workers, or auto. Never changes the answer.")]
 Readers = Annotated[str, typer.Option("--readers", help="How many processes that read data ahead, or auto.")]
 Resume = Annotated[str, typer.Option("--resume", help="Go on from --run-dir: yes, no, or anyway (another recipe).")]
-Audit = Annotated[str, typer.Option("--audit", metavar="SHARE", help="Do this share of steps twice, as in 0.01.")]
+Audit = Annotated[str, typer.Option("--audit", metavar="SHARE", help="Share of steps with a replica computed twice.")]
 RESUME = {"yes": True, "no": False, ANYWAY: ANYWAY}
 
 

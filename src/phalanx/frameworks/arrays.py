@@ -106,7 +106,7 @@ class State:
 
 
 class ArrayFramework:
-    """Most of ``seams.Framework``. A framework defines the methods that raise NotImplementedError, and ``export``.
+    """Most of ``seams.Framework``. A framework defines ``update``, ``export``, and what raises NotImplementedError.
 
     Parameters
     ----------

@@ -45,7 +45,7 @@ class Made(NamedTuple):
 
 
 class Record:
-    """A framework as the registry knows it. ``recognises`` and ``open`` are required, the rest is optional.
+    """A framework as the registry knows it. ``recognises`` and ``open`` are required.
 
     Attributes
     ----------

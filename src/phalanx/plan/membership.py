@@ -6,7 +6,8 @@ begins with. They agree by Paxos for a single value (Lamport, "Paxos Made Simple
 often leaders fall, no two members ever take different values. Nothing here is written to disk: a process that starts
 again is not a member any more, and has to join.
 
-Only a quorum of the last members goes on, so a run never splits: a majority, or the half that has the lowest member.
+Only a quorum of the last members goes on, so a run never splits: a majority, or one half of them.
+That is the one with the lowest member or, where all see one directory, the first one that makes a link there.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Side:
         Of a run, or a snapshot by itself.
     links : Links or None
     run : dict
-        Fingerprint (``recipe``), ``environment`` and ``origin`` of the recipe.
+        Description (``recipe``), ``environment`` and ``origin`` of the recipe.
     states : dict
         Hashes of tensors by name, by the number of steps done.
     loose : dict

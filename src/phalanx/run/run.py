@@ -140,8 +140,8 @@ class Run:
     def model(self) -> Any:
         """The model as it is now, to look at until the next step: another object than the one that is trained.
 
-        Weights and buffers are views where memory can be shared. The next step refuses changes: of modes,
-        ``requires_grad`` and attributes, and writes that torch counts (not those through ``.data`` or numpy).
+        Weights and buffers are views where memory can be shared. The next step refuses writes that torch
+        counts (not those through ``.data`` or numpy), and changes of ``requires_grad``. Other changes have no effect.
         """
         return self._look().model
 

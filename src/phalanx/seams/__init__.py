@@ -114,9 +114,9 @@ class Framework(Protocol):
     Attributes
     ----------
     name : str
-        "torch", "jax" or "tinygrad".
+        "torch", "jax", "tinygrad" or another that is registered.
     lanes : Lanes or None
-        Its devices, if they are several, or one that computes by itself.
+        Its devices, if it has several in one process.
     arithmetic : Arithmetic
         How gradients are added, scaled and divided.
     sharing : Sharing

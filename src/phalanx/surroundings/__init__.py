@@ -1,1 +1,1 @@
-"""What a run has to respect of the process that it runs in: Ctrl-C, forks, threads, devices, the code it imported."""
+"""What a run has to respect of the process that it runs in: Ctrl-C, forks, threads, the code it imported."""

@@ -1,7 +1,4 @@
-"""The user's model: made or copied, checked, and put on its device.
-
-Models of several devices are equal but separate: nothing of one is used on another.
-"""
+"""The user's model: made or copied, checked, and put on its device."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Update:
     ----------
     definition : Definition
     named : sequence of (str, torch.nn.Parameter)
-        All parameters, by their names in the model; on several devices, each on the one that updates it.
+        All parameters, by their names in the model.
     model : torch.nn.Module
     chosen : sequence of (str, torch.nn.Parameter), optional
         What the optimizer is made for, if not for all.
