@@ -185,6 +185,14 @@ TOLD = {
         lambda: recipe(forward_fn=lambda model, batch: (model(batch[0]), batch[1])),
         r"output was tuple\(float32\[11, 2\], int64\[11\]\).*cookbook.md has Mixup",
     ),
+    "an input of another width": (
+        lambda: job(make_model=lambda: nn.Linear(7, 2)),
+        r"the batch was tuple\(float32\[11, 6\], int64\[11\]\); phalanx calls model\(x\)",
+    ),
+    "a forward_fn": (
+        lambda: job(forward_fn=lambda model, batch: model(batch)),
+        r"the batch was tuple\(float32\[11, 6\], int64\[11\]\)\)$",
+    ),
 }  # fmt: skip
 
 

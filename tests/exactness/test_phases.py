@@ -321,6 +321,14 @@ def test_reports():
     assert len(reports[0].parts) == 2 * len(reports[1].parts)
 
 
+def test_a_phase_that_changes_nothing_is_told():
+    """A phase whose loss never comes to its parameters is warned of, by name, after the first step; others are not."""
+    wrong = model_phase(discriminator_loss, parameters="generator", name="wrong")  # what is fake is detached there
+    with pytest.warns(UserWarning, match="phase 'wrong' changed nothing in step 0") as told:
+        recipe(phases=[wrong, model_phase(generator_loss, name="right")]).train(engine="inline")
+    assert len(told) == 1
+
+
 def test_batches_that_the_caller_brings():
     """All phases of a step are done on the batch; the bits are those of planned ones."""
     planned = recipe()

@@ -79,9 +79,9 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
             "phalanx.Recipe(..., lr=lr)"
         )
     if not isinstance(recipe, Recipe):
-        raise UsageError(
-            f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:NAME"
-        )
+        names = [known for known, value in vars(module).items() if isinstance(value, Recipe)]
+        other = f"give FILE:NAME with one of {', '.join(names)}" if names else "give FILE:NAME"
+        raise UsageError(f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or {other}")
     evaluation = getattr(module, "evaluation", None) if evaluation is None else evaluation
     return recipe, evaluation, getattr(module, "callbacks", ()) if callbacks is None else callbacks
 

@@ -24,7 +24,7 @@ from phalanx.errors import UsageError
 
 SHOWN_CHARACTERS = 80
 OUTLINED = 6  # entries of a container
-GIVEN = "output was"
+NOTES = GIVEN, BATCH = "output was", "the batch was"
 BETWEEN = ("phalanx", "contextlib", "functools", "typer", "click")  # packages that are not the caller's code
 Kind = TypeVar("Kind", bound=type)
 

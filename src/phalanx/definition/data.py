@@ -177,7 +177,7 @@ class Drawn:
 def spelled(error: Exception) -> str:
     """What an error says, and which sample was being read, or what output and target were."""
     notes: list[str] = getattr(error, "__notes__", [])
-    return f"{error}{next((f' ({note})' for note in notes if note.startswith((READING, checks.GIVEN))), '')}"
+    return f"{error}{next((f' ({note})' for note in notes if note.startswith((READING, *checks.NOTES))), '')}"
 
 
 def content(array: Any) -> tuple[str, tuple[int, ...], bytes]:

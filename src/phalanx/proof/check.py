@@ -36,7 +36,9 @@ CURES = {
     AGAIN: "something draws from a generator that is not seeded, or reads a clock or memory that nobody wrote",
     NEW: "something follows from the order of a set, from hash() of a text, from a process id or a listing of files",
 }
-OTHERWISE = "something follows from what ran before in the same process: keep no state outside buffers"
+OTHERWISE = (
+    f"something follows from what ran before in the same process: keep no state outside buffers; or {CURES[NEW]}"
+)
 
 
 @dataclass(frozen=True)

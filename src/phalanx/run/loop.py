@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from phalanx.definition.batches import Unchanged
+from phalanx.definition.checks import warn
 from phalanx.definition.data import spelled
 from phalanx.definition.evaluation import Evaluation, Metrics, Predictions, check_metric, meant
 from phalanx.definition.fields import Definition
@@ -229,6 +230,8 @@ class Loop:
             self._look_first(first, report)
         if len(state.incidents) != self._heard:
             self._tell_incidents()
+        for name in [name for name, phase in report.phases.items() if not (report.step or phase.grad_norm)]:
+            warn(f"phase {name!r} changed nothing in step 0: its loss gives its parameters a gradient of 0, or none")
         for observer in self._observers:
             yield functools.partial(observer.advanced, report)
         if report.epoch is not None:

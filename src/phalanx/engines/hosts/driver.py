@@ -260,7 +260,7 @@ class Distributed(Changing[Processes]):
     def _note(self, chosen: dict[str, Any], lost: dict[int, str], error: str, pause: float) -> None:
         """Note who was lost and who joined; or that the same members began anew, as one has lost a worker."""
         what = [("lost", rank, why) for rank, why in lost.items()]
-        what += [("joined", rank, self._world.named(rank)) for rank in chosen["joined"]]
+        what += [("joined", rank, f"{self._world.named(rank)} has joined") for rank in chosen["joined"]]
         for kind, rank, why in what or [("again", -1, error)]:
             told = f"{why}; went on after {pause:.2f} s, processes: {self._world.size}"
             self.run_state.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], told))

@@ -351,8 +351,8 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
         returned = factory(*_wanted(factory, list(named), model))
     except Exception as error:
         raise UsageError(
-            f"optimizer raised {type(error).__name__}: {error}; mend its arguments, or, if it takes parameters without "
-            f"names: {OLD_STYLE}"
+            f"optimizer raised {type(error).__name__}: {error}; mend its arguments. It gets (name, parameter) pairs; "
+            f"the model, if its parameter is called model. If it takes parameters without names: {OLD_STYLE}"
         ) from error
     optimizers: list[torch.optim.Optimizer] = list(returned) if isinstance(returned, (list, tuple)) else [returned]
     if not optimizers:

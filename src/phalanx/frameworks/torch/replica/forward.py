@@ -28,6 +28,10 @@ from phalanx.seams.records import Named, Watch
 
 IGNORED = -100
 TAKES_MODEL = "; loss_takes='model' calls loss_fn(model, batch) instead (docs/cookbook.md has Mixup)"
+CALLS = (
+    "; phalanx calls model(x) where it is (x, y), model(**batch) where it is a dict, else model(batch); for anything "
+    "else pass forward_fn=lambda model, batch: ..., and target_fn=lambda batch: ... for the target"
+)
 TOLERANCE = 0.05  # relative: beside the mean there may be a small loss of another kind
 LOOKS = 64
 MOST_NAMES, LONGEST_NAME = 8, 64  # of named losses; as JSON, with quotes
@@ -79,19 +83,16 @@ class Forward:
     def output(self, batch: Any, origin: str, forward_fn: Callable[..., Any] | None = None) -> Any:
         """The model's output for ``batch``; ``forward_fn``: in place of the recipe's."""
         forward_fn = forward_fn or self._definition.forward_fn
-        if forward_fn is not None:
-            return forward_fn(self._model, batch)
         try:
+            if forward_fn is not None:
+                return forward_fn(self._model, batch)
             if is_pair(batch):
                 return self._model(self._input(batch[0], f"{origin}[0]"))
             if isinstance(batch, Mapping):
                 return self._model(**{name: self._input(value, f"{origin}[{name!r}]") for name, value in batch.items()})
             return self._model(self._input(batch, origin))
-        except TypeError as error:
-            error.add_note(
-                "phalanx calls model(x) where the batch is (x, y), model(**batch) for a dict, else model(batch); for "
-                "anything else pass forward_fn=lambda model, batch: ..., and target_fn=lambda batch: ... for the target"
-            )
+        except Exception as error:
+            error.add_note(f"{checks.BATCH} {checks.outline(batch)}{'' if forward_fn else CALLS}")
             raise
 
     def target(self, batch: Any, target_fn: Callable[..., Any] | None = None) -> Any:
