@@ -16,7 +16,6 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import brought, bytes_of
 from phalanx.frameworks.torch.optimizer import Updates, fit_options
 from phalanx.frameworks.torch.optimizer_state import check_state, find_pieces, on_device
-from phalanx.frameworks.torch.schedules import Named
 from phalanx.seams.records import CODES, STATE_DICT, Captured, Tensor
 
 
@@ -185,19 +184,14 @@ def entries_of_loop(model: Any, optimizer: Any) -> Iterator[Entry]:
     return entries(model, listed)
 
 
-def entries(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], updated: Named | None = None
-) -> Iterator[Entry]:
-    """Parameters, buffers, optimizer state by parameter name, what optimizers keep beside it; tied ones once.
-
-    ``updated``: the parameters that the optimizers have, by the same names; by default the model's.
-    """
+def entries(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Entry]:
+    """Parameters, buffers, optimizer state by parameter name, what optimizers keep beside it; tied ones once."""
     named = list(model.named_parameters())
     for name, parameter in named:
         yield _tensor_entry("parameter", name, parameter)
     for name, buffer in model.named_buffers():
         yield _tensor_entry("buffer", name, buffer)
-    for name, parameter in named if updated is None else updated:
+    for name, parameter in named:
         for optimizer in optimizers:
             yield from _state_entries(name, optimizer.state.get(parameter, {}))
     for optimizer in optimizers:
