@@ -84,7 +84,7 @@ def open_engine(
         placement = _on_devices(definition, functions, named, engine, workers) if named else place(replicas, count)
         facts = definition, framework, placement, run_state, Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, placement.workers, usable_cores()))
-    if engine == "inline" or here or framework.lanes is not None:
+    if engine == "inline" or here:
         ahead = ahead_here(definition, framework, readers) if readers else None
         return Inline(definition, framework, run_state, ahead=ahead)
     return cast("Engine", Auto(definition, framework, run_state, count, Deadline(deadline_seconds), readers, functions))
