@@ -341,7 +341,7 @@ def losses_in(earlier: Snapshot, updates: int | None = None) -> list[float]:
     phased = updates is None and any(name.startswith("phases") for name in earlier.noted("values"))
     expected = shape if phased else (earlier.step if updates is None else updates,)
     if stored is None or stored.dtype != "float64" or len(stored.shape) != 1 or shape != expected:
-        content = "none" if stored is None else f"those of {stored.dtype}{list(stored.shape)}"
+        content = "none" if stored is None else f"those of {checks.outline(stored)}"
         raise SnapshotError(f"the snapshot is of step {earlier.step}, which has a loss for each, but has {content}")
     history: list[Any] = memoryview(stored.content).cast("B").cast("d").tolist()
     return history

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
-from phalanx.definition.checks import parameters_of
+from phalanx.definition.checks import outline, parameters_of
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import PLAIN, decoded, is_array, plain, short, told_of_array, told_of_container
@@ -116,7 +116,7 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], sides: tuple[str
 
 def made(state: Any) -> dict[str, str]:
     """Describe a new model and its optimizers: shapes, and the options that the framework knows."""
-    shapes = {f"make_model: {name}": f"{item.dtype}{list(item.shape)}" for name, item in state.weights.items()}
+    shapes = {f"make_model: {name}": outline(item) for name, item in state.weights.items()}
     options = decoded(state.facts.get("options"), lambda kept, path: kept, "options")
     kept = {name: item for name, item in state.training.items() if name.startswith("options")}
     tensors = {f"optimizer: {name}": short(bytes(item.content).hex()) for name, item in kept.items()}

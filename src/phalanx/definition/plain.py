@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from phalanx.definition.checks import outline
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 
 MARK = "!"  # key of an object that stands for something that JSON lacks
@@ -160,7 +161,7 @@ def is_flag(value: Any) -> bool:
     return value is None or isinstance(value, bool)
 
 
-def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Callable[[Any], str]) -> None:
+def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Refuse tensors of a snapshot that do not fit those here; names the first that differs, and how.
 
     Raises
@@ -169,7 +170,7 @@ def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Cal
         They are of another model, or of another optimizer.
     """
     for name in [*mine, *theirs]:
-        here, there = (spelled(part[name]) if name in part else "missing" for part in (mine, theirs))
+        here, there = (outline(part[name]) if name in part else "missing" for part in (mine, theirs))
         if here != there:
             raise SnapshotError(f"{name} is {there} in the snapshot, but {here} here")
 

@@ -88,7 +88,7 @@ def _adopt_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> Non
         They are of another model; names the first that differs.
     """
     mine = _weights(model)
-    check_specs(mine, weights, _spelled)
+    check_specs(mine, weights)
     with torch.no_grad():
         for name, tensor in mine.items():
             value = tensor_of(weights[name])
@@ -155,11 +155,6 @@ def tensor_of(stored: Tensor) -> torch.Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _spelled(tensor: torch.Tensor | Tensor) -> str:
-    dtype = _name(tensor.dtype) if isinstance(tensor, torch.Tensor) else tensor.dtype
-    return f"{dtype}{list(tensor.shape)}"
 
 
 def entries_of_loop(model: Any, optimizer: Any) -> Iterator[Entry]:
