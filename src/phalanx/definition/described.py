@@ -21,7 +21,7 @@ from typing import Any
 from phalanx.definition.checks import outline, parameters_of
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import PLAIN, decoded, is_array, plain, short, told_of_array, told_of_container
+from phalanx.definition.plain import PLAIN, decoded, is_plain_array, plain, short, told_of_array, told_of_container
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
 
 FORMAT = 4
@@ -210,7 +210,7 @@ def _looked(value: Any, met: set[str]) -> str:
             usual = isinstance(value, type) and value.__module__ == "builtins"
             return "" if usual else f"{value.__module__}.{value.__qualname__}"
         return READS + short(_code(value.__code__)) if isinstance(value, FunctionType) else ""
-    if is_array(value):
+    if is_plain_array(value):
         return " ".join(_told(told_of_array, value))
     if isinstance(value, (set, frozenset)):
         return plain(value) if all(type(item) in PLAIN for item in value) else f"set of {len(value)}"
