@@ -13,6 +13,7 @@ import dis
 import functools
 import itertools
 import platform
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType
@@ -137,6 +138,14 @@ def options_of(value: Any) -> dict[str, str]:
     held = held_by(value)
     options = {name: held.get(name, held.get(f"_{name}")) for name in parameters_of(type(value))}
     return {name: plain(item) for name, item in options.items() if type(item) in PLAIN and item is not None}
+
+
+def by_class(items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Each item with the name of its class; from the second of a class on, with a number: "Name-2"."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        seen[name := type(item).__name__] += 1
+        yield name if seen[name] == 1 else f"{name}-{seen[name]}", item
 
 
 def functions_of(value: Any, names: Iterable[str]) -> dict[str, str]:
