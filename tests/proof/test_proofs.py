@@ -200,6 +200,15 @@ def test_arrays_and_shapes_that_differ():
     assert unequal(one, {**one, "y": taken(np.zeros(1))}) == ("y", None, None)
 
 
+def test_arrays_of_objects_are_compared_by_what_they_hold():
+    """Not by where in memory the objects lie, which is another place in each process; nor do gradients matter."""
+    one, same, other = (np.array([number, "two"], object) for number in (1000.5, 1000.5, 3))
+    assert unequal({"x": taken(one)}, {"x": taken(same)}) is None
+    assert unequal({"x": taken(one)}, {"x": taken(other)}) == ("x", None, None)
+    double = torch.zeros(2, dtype=torch.complex128)
+    assert unequal({"x": taken(double)}, {"x": taken(double.clone().requires_grad_())}) is None
+
+
 @pytest.mark.long
 def test_the_same_run_in_other_peoples_tests():
     """A good recipe passes with any number of workers and kills; one that depends on its process fails with a place."""

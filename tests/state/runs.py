@@ -40,7 +40,7 @@ def engine_of(workers):
 
 def steps_in(run_dir):
     """Steps of the snapshots in a directory, oldest first."""
-    return [int(place.name.removeprefix("step-")) for place in reversed(snapshot_folders(pathlib.Path(run_dir)))]
+    return sorted(snapshot_folders(pathlib.Path(run_dir)))
 
 
 def bytes_of(run_dir):

@@ -16,8 +16,6 @@ import time
 import weakref
 from typing import Any
 
-import numpy as np
-
 from phalanx.checkpoint import files
 from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of, missing, records
 from phalanx.checkpoint.directory import RunDirectory
@@ -208,18 +206,13 @@ class Behaviour:
 
 def fields_of(report: StepReport, definition: Definition, brought: str = "") -> dict[str, Any]:
     """What a link says of a step; ``brought``: the hash of the batch, if the caller brought it."""
-    dealt = brought or dealt_as(definition.plan.indices(report.step))
+    dealt = brought or hashlib.sha256(definition.plan.indices(report.step).tobytes()).hexdigest()[:SAMPLES]
     phases = {name: list(phase[:3]) for name, phase in report.phases.items()}
     return {
         "step": report.step, "samples": dealt, "loss": report.loss, "norm": report.grad_norm, "lr": report.lr,
         "losses": list(report.parts[0::2]), "weights": list(report.parts[1::2]),
         **({"phases": phases} if phases else {}),
     }  # fmt: skip
-
-
-def dealt_as(samples: Any) -> str:
-    """A hash of sample indices in their order."""
-    return hashlib.sha256(np.asarray(samples, np.int64).tobytes()).hexdigest()[:SAMPLES]
 
 
 def brought_as(batch: Any) -> str:

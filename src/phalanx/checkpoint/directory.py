@@ -20,7 +20,7 @@ from phalanx.seams.records import Incident, RunState, StepReport, Training
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
 MARK = "world-"  # how names begin by which hosts see that they share the directory, and who goes on
-NAME = re.compile(r"step-(\d{12})")
+NAME = re.compile(r"step-[0-9]{12}")
 
 
 class RunDirectory:
@@ -89,7 +89,7 @@ class RunDirectory:
         files.remove(target)  # of an earlier run, and damaged, or it would not be written again
         snapshot.write(state, target)
         # Newer ones could not be read, and do not count.
-        older = [path for path in snapshot_folders(self.root) if path.name <= target.name]
+        older = [path for step, path in snapshot_folders(self.root).items() if step <= state.step]
         for path in older[self._keep :]:
             with contextlib.suppress(OSError):
                 if snapshot.is_one(path):  # what is no snapshot was put there by somebody else
@@ -227,7 +227,7 @@ def newest_of(path: pathlib.Path) -> Snapshot | None:
         There are some, and all are damaged.
     """
     refused: list[str] = []
-    for folder in snapshot_folders(path):
+    for folder in snapshot_folders(path).values():
         try:
             newest = snapshot.read(folder)
         except SnapshotError as error:
@@ -269,12 +269,12 @@ def first(path: pathlib.Path, word: str) -> str:
 def newest_step(path: pathlib.Path) -> int:
     """The step of a run's newest snapshot, damaged or not; -1 if there is none, or it cannot be listed."""
     with contextlib.suppress(SnapshotError):
-        return next((int(folder.name[5:]) for folder in snapshot_folders(path) if snapshot.is_one(folder)), -1)
+        return next((step for step, folder in snapshot_folders(path).items() if snapshot.is_one(folder)), -1)
     return -1
 
 
-def snapshot_folders(path: pathlib.Path) -> list[pathlib.Path]:
-    """Folders of a run's snapshots, newest first.
+def snapshot_folders(path: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Folders of a run's snapshots by their steps, newest first.
 
     Raises
     ------
@@ -288,4 +288,4 @@ def snapshot_folders(path: pathlib.Path) -> list[pathlib.Path]:
         snapshots = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
     except OSError as error:
         raise SnapshotError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
-    return sorted(snapshots, key=lambda path: path.name, reverse=True)
+    return {int(path.name.removeprefix("step-")): path for path in sorted(snapshots, reverse=True)}

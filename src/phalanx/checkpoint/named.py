@@ -73,8 +73,8 @@ def fitted(weights: Mapping[str, Tensor], state: Captured) -> dict[str, Tensor]:
     for name in filter(names.__contains__, weights):
         tensor, weight = weights[name], names[name]
         here = state.weights[weight]
-        if _spelled(tensor) != _spelled(here):
-            odd.append(f"{name} is {_spelled(tensor)} there, and {_spelled(here)} in the model")
+        if checks.outline(tensor) != checks.outline(here):
+            odd.append(f"{name} is {checks.outline(tensor)} there, and {checks.outline(here)} in the model")
         elif weight in taken and leaf(taken[weight]) != leaf(tensor):
             odd.append(f"{name} and {weight} are one weight of the model, and two that differ there")
         taken[weight] = tensor
@@ -87,10 +87,6 @@ def fitted(weights: Mapping[str, Tensor], state: Captured) -> dict[str, Tensor]:
             "the model, as in {**make_model().state_dict(), **part}"
         )
     return {**state.weights, **taken}
-
-
-def _spelled(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}"
 
 
 def _listed(names: list[str]) -> str:

@@ -17,7 +17,7 @@ from phalanx.checkpoint.saver import LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.checkpoint.tensors import states_in
 from phalanx.definition import checks
-from phalanx.definition.described import compare, described, functions_of, made, options_of
+from phalanx.definition.described import by_class, compare, described, functions_of, made, options_of
 from phalanx.definition.evaluation import FUNCTIONS
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import changes, taking_over
@@ -259,14 +259,9 @@ def _place(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spelled(beside: Sequence[Any]) -> dict[str, str]:
-    """Options of evaluations and callbacks, by class; from the second of a class on, with a number."""
-    texts: dict[str, str] = {}
-    for item in beside:
-        options = {**options_of(item), **functions_of(item, FUNCTIONS)}
-        name = type(item).__name__
-        count = len({path.partition(".")[0] for path in texts if path.partition(".")[0].split("-")[0] == name})
-        texts |= {f"{name}{f'-{count + 1}' * bool(count)}.{option}": text for option, text in options.items()}
-    return texts
+    """Options of evaluations and callbacks, by class."""
+    told = {name: {**options_of(item), **functions_of(item, FUNCTIONS)} for name, item in by_class(beside)}
+    return {f"{name}.{option}": text for name, options in told.items() for option, text in options.items()}
 
 
 @dataclass(frozen=True)
@@ -341,7 +336,7 @@ def losses_in(earlier: Snapshot, updates: int | None = None) -> list[float]:
     phased = updates is None and any(name.startswith("phases") for name in earlier.noted("values"))
     expected = shape if phased else (earlier.step if updates is None else updates,)
     if stored is None or stored.dtype != "float64" or len(stored.shape) != 1 or shape != expected:
-        content = "none" if stored is None else f"those of {stored.dtype}{list(stored.shape)}"
+        content = "none" if stored is None else f"those of {checks.outline(stored)}"
         raise SnapshotError(f"the snapshot is of step {earlier.step}, which has a loss for each, but has {content}")
     history: list[Any] = memoryview(stored.content).cast("B").cast("d").tolist()
     return history

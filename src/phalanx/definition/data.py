@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from phalanx.definition import checks
 from phalanx.definition.checks import answering, check_numpy
 from phalanx.errors import UsageError
@@ -178,15 +176,6 @@ def spelled(error: Exception) -> str:
     """What an error says, and which sample was being read, or what output and target were."""
     notes: list[str] = getattr(error, "__notes__", [])
     return f"{error}{next((f' ({note})' for note in notes if note.startswith((READING, *checks.NOTES))), '')}"
-
-
-def content(array: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """Dtype, shape and bytes of an array or tensor."""
-    try:
-        values = np.asarray(array)
-    except (TypeError, RuntimeError, ValueError):  # what numpy has no dtype for, or does not read
-        return str(array.dtype), tuple(array.shape), repr(array.tolist()).encode()
-    return str(values.dtype), values.shape, values.tobytes()
 
 
 def open_data(data: Any, argument: str = "data") -> Columns | Samples:

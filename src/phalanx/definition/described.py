@@ -13,15 +13,16 @@ import dis
 import functools
 import itertools
 import platform
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
-from phalanx.definition.checks import parameters_of
+from phalanx.definition.checks import outline, parameters_of
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import PLAIN, decoded, is_array, plain, short, told_of_array, told_of_container
+from phalanx.definition.plain import PLAIN, decoded, is_plain_array, plain, short, told_of_array, told_of_container
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
 
 FORMAT = 4
@@ -116,7 +117,7 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], sides: tuple[str
 
 def made(state: Any) -> dict[str, str]:
     """Describe a new model and its optimizers: shapes, and the options that the framework knows."""
-    shapes = {f"make_model: {name}": f"{item.dtype}{list(item.shape)}" for name, item in state.weights.items()}
+    shapes = {f"make_model: {name}": outline(item) for name, item in state.weights.items()}
     options = decoded(state.facts.get("options"), lambda kept, path: kept, "options")
     kept = {name: item for name, item in state.training.items() if name.startswith("options")}
     tensors = {f"optimizer: {name}": short(bytes(item.content).hex()) for name, item in kept.items()}
@@ -137,6 +138,14 @@ def options_of(value: Any) -> dict[str, str]:
     held = held_by(value)
     options = {name: held.get(name, held.get(f"_{name}")) for name in parameters_of(type(value))}
     return {name: plain(item) for name, item in options.items() if type(item) in PLAIN and item is not None}
+
+
+def by_class(items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Each item with the name of its class; from the second of a class on, with a number: "Name-2"."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        seen[name := type(item).__name__] += 1
+        yield name if seen[name] == 1 else f"{name}-{seen[name]}", item
 
 
 def functions_of(value: Any, names: Iterable[str]) -> dict[str, str]:
@@ -210,7 +219,7 @@ def _looked(value: Any, met: set[str]) -> str:
             usual = isinstance(value, type) and value.__module__ == "builtins"
             return "" if usual else f"{value.__module__}.{value.__qualname__}"
         return READS + short(_code(value.__code__)) if isinstance(value, FunctionType) else ""
-    if is_array(value):
+    if is_plain_array(value):
         return " ".join(_told(told_of_array, value))
     if isinstance(value, (set, frozenset)):
         return plain(value) if all(type(item) in PLAIN for item in value) else f"set of {len(value)}"

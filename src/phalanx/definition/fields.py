@@ -414,14 +414,14 @@ class Definition:
         if given and self.source is None:
             why = "None, so the caller brings batches" if self.data is None else "a Stream, read in its own order"
             raise UsageError(f"{given[0]} is given, but data is {why}; leave it out, or pass data that has an index")
-        usual = {"batch_size": DEFAULT_BATCH, "drop_last": False} if self.batch_sampler is not None else {}
-        changed = [name for name, value in usual.items() if getattr(self, name) != value]
-        changed += ["shuffle"] if given and not self.shuffle else []
-        if changed or len(given) > 1:
-            other = changed[0] if changed else given[0]
-            decides = "which samples come, and when" if given[-1] == "weights" else "all batches"
-            value = checks.described(getattr(self, other))
-            raise UsageError(f"{other} is {value}, but {given[-1]} decides {decides}; leave one of them out")
+        replaced: dict[str, Any] = {"shuffle": True} if given else {}  # what sampling decides, with its default
+        decides = "weights decides which samples come, and when"
+        if self.batch_sampler is not None:
+            replaced = {"batch_size": DEFAULT_BATCH, "drop_last": False, **replaced, "weights": None}
+            decides = "batch_sampler decides all batches"
+        for name, usual in replaced.items():
+            if (value := checks.described(getattr(self, name))) != checks.described(usual):
+                raise UsageError(f"{name} is {value}, but {decides}; leave one of them out")
         if self.weights is not None:
             object.__setattr__(self, "weights", checked_weights(self.weights, self.samples or 0))
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from phalanx.definition.checks import outline
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 
 MARK = "!"  # key of an object that stands for something that JSON lacks
@@ -160,7 +161,7 @@ def is_flag(value: Any) -> bool:
     return value is None or isinstance(value, bool)
 
 
-def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Callable[[Any], str]) -> None:
+def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     """Refuse tensors of a snapshot that do not fit those here; names the first that differs, and how.
 
     Raises
@@ -169,7 +170,7 @@ def check_specs(mine: Mapping[str, Any], theirs: Mapping[str, Any], spelled: Cal
         They are of another model, or of another optimizer.
     """
     for name in [*mine, *theirs]:
-        here, there = (spelled(part[name]) if name in part else "missing" for part in (mine, theirs))
+        here, there = (outline(part[name]) if name in part else "missing" for part in (mine, theirs))
         if here != there:
             raise SnapshotError(f"{name} is {there} in the snapshot, but {here} here")
 
@@ -250,7 +251,7 @@ def hashed(batch: Any) -> bytes:
     return sha.digest()
 
 
-def is_array(value: Any) -> bool:
+def is_plain_array(value: Any) -> bool:
     """Whether it has a dtype, a shape and a way to numpy; nothing of its own is executed to find out."""
     return all(hasattr(type(value), name) for name in ("dtype", "shape", "__array__")) and not isinstance(value, type)
 
@@ -271,9 +272,9 @@ def _pieces(value: Any, depth: int | None) -> Iterator[bytes | memoryview]:
         yield f"{len(items)} in a {type(value).__name__}".encode()
         for item in items:
             yield from _pieces(item, None if depth is None else depth - 1)
-    elif depth is None and hasattr(type(value), "__array_interface__") and not is_array(value):  # an image, say
+    elif depth is None and hasattr(type(value), "__array_interface__") and not is_plain_array(value):  # an image, say
         yield from _pieces(np.asarray(value), depth)
-    elif is_array(value) and not (depth is None and getattr(value.dtype, "hasobject", False)):
+    elif is_plain_array(value) and not (depth is None and getattr(value.dtype, "hasobject", False)):
         yield f"{_dtype(value)}{list(value.shape)}".encode()
         yield content(value)
     elif type(value) in PLAIN or (depth is None and isinstance(value, PLAIN)):

@@ -21,7 +21,7 @@ from phalanx.definition.fields import SAMPLING, Definition
 from phalanx.engines.changing import Changing
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes, beside
-from phalanx.engines.processes.starter import CAPABLE, WARM
+from phalanx.engines.processes.starter import WARM
 from phalanx.engines.readers import ahead_here
 from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import UsageError
@@ -72,7 +72,7 @@ def open_engine(
 
     replicas = definition.replicas
     count = workers or min(replicas, usable_cores())
-    here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"} or not CAPABLE
+    here = count == 1 or len(devices) > 1 or set(devices) - {"cpu"}
     spawns = engine == "processes" or not (engine == "inline" or here or workers is None)
     if spawns:
         WARM.prepare(definition, functions)  # first: it imports while the model is made here
@@ -84,8 +84,8 @@ def open_engine(
         placement = _on_devices(definition, functions, named, engine, workers) if named else place(replicas, count)
         facts = definition, framework, placement, run_state, Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, placement.workers, usable_cores()))
-    if engine == "inline" or here or framework.lanes is not None:
-        ahead = ahead_here(definition, framework, readers) if readers and CAPABLE else None
+    if engine == "inline" or here:
+        ahead = ahead_here(definition, framework, readers) if readers else None
         return Inline(definition, framework, run_state, ahead=ahead)
     return cast("Engine", Auto(definition, framework, run_state, count, Deadline(deadline_seconds), readers, functions))
 

@@ -382,5 +382,5 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 def _fitted(part: Named, prefix: str, stored: Mapping[str, Tensor]) -> Named:
     """The stored arrays, if their specs are those of ``part``."""
     here = {prefix + name: array for name, array in part.items()}
-    check_specs(here, stored, lambda item: f"{item.dtype}{list(item.shape)}")
+    check_specs(here, stored)
     return {name: array_of(stored[prefix + name]) for name in part}

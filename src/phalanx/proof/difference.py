@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.checkpoint.chain import Links
-from phalanx.definition.data import content, is_array, leaves
+from phalanx.definition.data import is_array, leaves
+from phalanx.definition.plain import content
 from phalanx.frameworks.registry import stored
 from phalanx.seams.records import Tensor
 
@@ -116,8 +117,12 @@ def taken(value: Any) -> Tensor:
     """An array of any framework as bytes that stay as they are; any other value as its text."""
     if not is_array(value):
         return Tensor(TEXT, (), repr(value).encode(errors="surrogatepass"))
-    kept = stored(value)
-    return Tensor(*content(value)) if kept is None else replace(kept, content=bytes(kept.content))
+    if (kept := stored(value)) is not None:
+        return replace(kept, content=bytes(kept.content))
+    try:
+        return Tensor(str(value.dtype).rpartition(".")[2], tuple(value.shape), bytes(content(value)))
+    except (TypeError, RuntimeError, ValueError):  # of objects, or numpy cannot read it
+        return Tensor(TEXT, tuple(value.shape), repr(value.tolist()).encode(errors="surrogatepass"))
 
 
 def unequal(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, common: bool = False) -> Unequal | None:

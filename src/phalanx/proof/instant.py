@@ -257,7 +257,7 @@ def snapshots(folder: pathlib.Path | None) -> dict[int, pathlib.Path]:
         return {}
     if alone:
         return {read(folder).step: folder}
-    return {int(path.name.rpartition("-")[2]): path for path in snapshot_folders(folder)}
+    return snapshot_folders(folder)
 
 
 def devices_of(folder: pathlib.Path | None, step: int, workers: int = 1) -> list[str]:

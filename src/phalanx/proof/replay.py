@@ -277,7 +277,9 @@ def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
 def _stops(instant: Instant) -> list[types.CodeType]:
     """The code of forward and loss, as far as they are functions of Python."""
     definition = instant.definition
-    forward = definition.forward_fn or getattr(instant.exported.model, "forward", instant.exported.model)
+    if (forward := definition.forward_fn) is None:
+        model = instant.exported.model()
+        forward = getattr(model, "forward", model)
     codes = [_code(function) for function in (forward, definition.loss_fn) if function is not None]
     return [code for code in codes if code is not None]
 

@@ -10,11 +10,11 @@ import datetime
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from phalanx.definition import checks
+from phalanx.definition.described import by_class
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import taking_over
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
@@ -62,12 +62,8 @@ def watching(
         observers.append(ProgressBar(definition.total, delay) if terminal() else ProgressLines(definition))
     if max_seconds is not None:
         observers.append(TimeLimit(max_seconds, called))
-    seen: Counter[str] = Counter()
-    for callback in callbacks:  # objects have their classes' names in snapshots, with numbers from the second on
-        kind = type(callback).__name__
-        seen[kind] += is_object(callback)
-        name = "" if not is_object(callback) else kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"
-        observers.append(Called(callback, name, turn, stop=stop))
+    for name, callback in by_class(callbacks):  # snapshots have the states of objects by these names
+        observers.append(Called(callback, name if is_object(callback) else "", turn, stop=stop))
     return observers
 
 

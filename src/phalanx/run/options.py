@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypedDict
@@ -153,11 +152,8 @@ def _check_engine(settled: SimpleNamespace, replicas: int) -> None:
             f"max_seconds is {settled.max_seconds:.10g}, but this run has several processes, whose clocks would stop "
             "them after different steps; give a run_dir, and have the launcher send SIGTERM when the time is over"
         )
-    spawns = engine == "processes" or several or (world and workers is not None)
     if engine == "inline" and several:
         raise UsageError(f"workers is {workers}, but engine='inline' is one worker; use engine='processes' or 'auto'")
-    if (spawns or world) and not hasattr(select, "poll"):
-        raise UsageError("worker processes need Linux or macOS; use engine='inline' (same answer)")
 
 
 def _one_of(*known: object) -> Check:

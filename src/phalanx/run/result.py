@@ -189,7 +189,7 @@ def result_of(
     called, opened = times
     began, ended = run_state.span or (opened, opened)
     return Result(
-        model=exported.model,
+        model=exported.model(),
         params=exported.params,
         loss_history=by_phase[rounds.names[rounds.main]],
         metric_history=list(run_state.evaluated),

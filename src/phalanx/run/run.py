@@ -143,7 +143,7 @@ class Run:
         Weights and buffers are views where memory can be shared. The next step refuses writes that torch
         counts (not those through ``.data`` or numpy), and changes of ``requires_grad``. Other changes have no effect.
         """
-        return self._look().model
+        return self._look().model()
 
     @property
     def params(self) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class Exported:
 
     Attributes
     ----------
-    make : callable
+    model : callable
         Gives the model, which may have to be copied first.
     params : dict
         Its parameters by name.
@@ -143,15 +143,10 @@ class Exported:
         For a state that is only for looking: raises if somebody changed it.
     """
 
-    make: Callable[[], Any]
+    model: Callable[[], Any]
     params: dict[str, Any]
     digest: str
     check: Callable[[], object] = object
-
-    @property
-    def model(self) -> Any:
-        """The model."""
-        return self.make()
 
 
 CODES = {

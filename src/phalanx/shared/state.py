@@ -97,7 +97,7 @@ class FrozenWeights:
 
     def renew(self, weights: Sequence[np.ndarray]) -> None:
         """Drop writes to this process's frozen ``weights``, and moves of them: no worker computed with those."""
-        if self._layout.frozen and hasattr(mmap, "MADV_DONTNEED"):
+        if self._layout.frozen:
             self._base.madvise(mmap.MADV_DONTNEED)
         here = {number: self._stretch(self._base, at, number) for number, at in self._layout.frozen.items()}
         away = [number for number, stretch in here.items() if weights[number].ctypes.data != stretch.ctypes.data]

@@ -100,8 +100,7 @@ class _Process:
 
 
 PROCESS = _Process()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=PROCESS.forked)
+os.register_at_fork(after_in_child=PROCESS.forked)
 
 
 class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function

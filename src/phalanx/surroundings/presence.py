@@ -99,8 +99,7 @@ def _leave_all() -> None:
             owned.leave()
 
 
-if hasattr(os, "register_at_fork"):  # where processes can be forked
-    os.register_at_fork(after_in_child=_leave_all)
+os.register_at_fork(after_in_child=_leave_all)
 
 
 def several() -> bool:

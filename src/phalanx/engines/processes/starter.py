@@ -29,7 +29,6 @@ from phalanx.errors import StartError, UsageError
 from phalanx.frameworks.registry import RECORDS, in_use, reduced
 from phalanx.surroundings import interrupts, presence, sources
 
-CAPABLE = hasattr(select, "poll")  # whether other processes can work for a run
 ATTEMPTS = 5  # zygotes that are tried to start a worker
 MESSAGE_BYTES = 64  # of each message, padded
 WHOLE = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL  # the caller's child programs inherit none

@@ -107,7 +107,7 @@ class Torch:
         else:
             self._lane.buffers.settle(buffers)
         if not self._describable:  # that it has no digest is better told after the first step than at the run's end
-            self._describable = all(entries(self._lane.model, self._updates.optimizers, self._updates.named))
+            self._describable = all(entries(self._lane.model, self._updates.optimizers))
 
     def schedule(self, value: float | Training, epoch: int | None = None) -> None:
         if isinstance(value, Training):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from phalanx.definition import checks
 from phalanx.definition.data import map_tree
 from phalanx.definition.plain import check_like, taking_over
 from phalanx.errors import UsageError
@@ -127,7 +128,7 @@ class OptimizerState:
         self._check_known(piece.parameter)
         now, expected = _spec(value), piece.spec
         if (now.shape, now.dtype) != (expected.shape, expected.dtype):
-            raise _unforeseen(f"{now.dtype}{list(now.shape)} where {expected.dtype}{list(expected.shape)} was to be")
+            raise _unforeseen(f"{checks.outline(now)} where {checks.outline(expected)} was to be")
 
     def _check_known(self, index: int) -> None:
         """Refuse state of a parameter that has no place: it would get lost with this process."""

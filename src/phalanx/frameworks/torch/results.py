@@ -22,7 +22,7 @@ def exported(shown: Shown, updates: Updates, steps: int, *, apart: bool, digest:
     """The state as the caller gets it. ``apart``: independent of the run. Without both flags: to look at only."""
     if not (apart or digest):
         return shown.follow()
-    hexdigest = digest_of(entries(shown.trained, updates.optimizers, updates.named), steps)
+    hexdigest = digest_of(entries(shown.trained, updates.optimizers), steps)
     given = copied(shown.trained) if apart else shown.trained
     params = {name: parameter.detach() for name, parameter in given.named_parameters()}
     return Exported(lambda: given, params, hexdigest)

@@ -178,14 +178,12 @@ class Schedules:
         states += [] if self._epoch_ended is None else [dict(self._counted)]
         return [groups, states, self._steps, self._retrained()]
 
-    def take_options(
-        self, groups: list[Any], states: list[Any], steps: int = 0, trained: dict[int, bool] | None = None
-    ) -> None:
+    def take_options(self, groups: list[Any], states: list[Any], steps: int, trained: dict[int, bool]) -> None:
         """Continue with the ``options`` of another process."""
         vars(self).pop("told", None)
         self._steps = int(steps)
         for number, (parameter, was) in enumerate(zip(self._parameters, self._trained, strict=True)):
-            parameter.requires_grad_((trained or {}).get(number, was))
+            parameter.requires_grad_(trained.get(number, was))
         for optimizer, theirs in zip(self._optimizers, groups, strict=True):
             for group, values in zip(optimizer.param_groups, theirs, strict=True):
                 group.update(values)

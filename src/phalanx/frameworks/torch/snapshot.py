@@ -16,7 +16,6 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import brought, bytes_of
 from phalanx.frameworks.torch.optimizer import Updates, fit_options
 from phalanx.frameworks.torch.optimizer_state import check_state, find_pieces, on_device
-from phalanx.frameworks.torch.schedules import Named
 from phalanx.seams.records import CODES, STATE_DICT, Captured, Tensor
 
 
@@ -89,7 +88,7 @@ def _adopt_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> Non
         They are of another model; names the first that differs.
     """
     mine = _weights(model)
-    check_specs(mine, weights, _spelled)
+    check_specs(mine, weights)
     with torch.no_grad():
         for name, tensor in mine.items():
             value = tensor_of(weights[name])
@@ -158,11 +157,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _spelled(tensor: torch.Tensor | Tensor) -> str:
-    dtype = _name(tensor.dtype) if isinstance(tensor, torch.Tensor) else tensor.dtype
-    return f"{dtype}{list(tensor.shape)}"
-
-
 def entries_of_loop(model: Any, optimizer: Any) -> Iterator[Entry]:
     """The state of a loop written by hand: a module with an optimizer, several, or none.
 
@@ -185,19 +179,14 @@ def entries_of_loop(model: Any, optimizer: Any) -> Iterator[Entry]:
     return entries(model, listed)
 
 
-def entries(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], updated: Named | None = None
-) -> Iterator[Entry]:
-    """Parameters, buffers, optimizer state by parameter name, what optimizers keep beside it; tied ones once.
-
-    ``updated``: the parameters that the optimizers have, by the same names; by default the model's.
-    """
+def entries(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Entry]:
+    """Parameters, buffers, optimizer state by parameter name, what optimizers keep beside it; tied ones once."""
     named = list(model.named_parameters())
     for name, parameter in named:
         yield _tensor_entry("parameter", name, parameter)
     for name, buffer in model.named_buffers():
         yield _tensor_entry("buffer", name, buffer)
-    for name, parameter in named if updated is None else updated:
+    for name, parameter in named:
         for optimizer in optimizers:
             yield from _state_entries(name, optimizer.state.get(parameter, {}))
     for optimizer in optimizers:
