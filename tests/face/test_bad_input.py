@@ -264,7 +264,15 @@ DATA = [
     ("generator", lambda: recipe(data=(x for x in X)), "data is", "generator", "list of samples", "run.step(batch)"),
     ("iterator", lambda: recipe(data=iter([X])), "data is", "list_iterator", "list of samples", "run.step(batch)"),
     ("zip", lambda: recipe(data=zip(X, Y, strict=True)), "data is", "zip", "list of samples"),
-    ("iterable-dataset", lambda: recipe(data=Stream()), "data", "Stream", "map-style", "run.step(batch)"),
+    (
+        "iterable-dataset",
+        lambda: recipe(data=Stream()),
+        "data",
+        "Stream",
+        "phalanx.Stream(make_iterable)",
+        "map-style",
+        "run.step(batch)",
+    ),
     (
         "loader",
         lambda: recipe(data=DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)), 4)),

@@ -189,7 +189,8 @@ def open_data(data: Any, argument: str = "data") -> Columns | Samples:
     if is_array(data) or isinstance(data, (tuple, Mapping)):
         return open_columns(data, argument)
     text = isinstance(data, (str, bytes, bytearray))
-    if not text and argument == "data" and _is_readable(data) and not callable(getattr(data, "__getitem__", None)):
+    indexed = all(callable(getattr(data, name, None)) for name in ("__getitem__", "__len__"))
+    if not (text or indexed) and argument == "data" and _is_readable(data):
         raise UsageError(
             f"data is a {type(data).__name__}, which cannot be read by index{_loader_hint(data)}; what is read in its "
             "own order is passed as phalanx.Stream(make_iterable), with a function that returns it anew in each call; "
