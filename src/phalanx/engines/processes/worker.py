@@ -5,6 +5,7 @@ Between grants it sleeps. It sends errors to the caller's process. A replacement
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import pickle
@@ -124,7 +125,8 @@ class Worker:
         """Go to the beginning of a step, with the state in the arena and the options in ``orders``."""
         self._framework.rewind()
         self._shard.frozen.enter(orders["step"])
-        self._shard.take(orders["foreign"], orders["options"])
+        # A copy: tensors among them lie in memory that is written again when another worker is started.
+        self._shard.take(*copy.deepcopy((orders["foreign"], orders["options"])))
         for loss in orders["losses"]:  # schedules are not saved, but stepped again
             self._framework.schedule(loss)
         if orders["restore"] and self._checksum(self._shard.restore()) != self._own.checksum:
