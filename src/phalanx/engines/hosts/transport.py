@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LONGEST_NAP_SECONDS, LOOPBACK, TCP, Gloo, poll
+from phalanx.engines.hosts.gloo import LONGEST_NAP_SECONDS, LOOPBACK, Gloo, poll
 from phalanx.errors import RunError, SeveredError, UsageError
 
 BACKENDS: Any = dist.Backend
@@ -194,16 +194,11 @@ def connected(
     return Transport(store, rank, size, torch.device(device), seconds, LOOPBACK, check)
 
 
-def reached(
-    rendezvous: Rendezvous, device: str, seconds: float, generation: int, check: Callable[[], None]
-) -> Transport:
+def reached(rendezvous: Rendezvous, device: str, generation: int, check: Callable[[], None]) -> Transport:
     """Meet the workers of the other processes, through the store of their world."""
-    limit = datetime.timedelta(seconds=seconds)
-    store = TCP(*rendezvous.address, is_master=False, timeout=limit)
-    own = PrefixStore(f"phalanx/{rendezvous.run}/devices {generation}", store)
-    size = len(rendezvous.blocks)
-    facts = torch.device(device), seconds, rendezvous.interface, check, rendezvous.hosts
-    return Transport(own, rendezvous.rank, size, *facts)
+    store, size = rendezvous.store(f"devices {generation}"), len(rendezvous.blocks)
+    facts = torch.device(device), rendezvous.seconds, rendezvous.interface, check, rendezvous.hosts
+    return Transport(store, rendezvous.rank, size, *facts)
 
 
 def _created(name: str, store: Any, rank: int, size: int, seconds: float) -> Any:
