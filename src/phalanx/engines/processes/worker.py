@@ -39,7 +39,7 @@ from phalanx.shared.inputs import Inputs
 from phalanx.shared.layout import Plan
 from phalanx.shared.memory import Memory, fence, give_back, order
 from phalanx.shared.state import CopiedShard, Shard
-from phalanx.step import Proposal, commit, following, measure, propose
+from phalanx.step import Proposal, commit, following, measure
 
 IDLE_YIELDS = 500
 SHARE = 0.005  # of the time may go into snapshots
@@ -190,10 +190,7 @@ class Worker:
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
         self._link.begin(t, shares)
-        if t in self._twice.due:
-            proposal = self._twice.propose(self._link, t, shares)
-        else:
-            proposal = propose(self._framework, self._link, self._definition, t, shares)
+        proposal = self._twice.propose(self._link, t, shares)
         if self._gradients is not None:
             self._gradients.keep(self._definition.rounds.at(t), proposal.gradient)
         if self._number == 0:
