@@ -106,12 +106,13 @@ class Processes:
         mapped = memories.arena.map()
         self.counters = plan.counters(mapped).written_by(PARENT)
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, memories.base)
-        facts: dict[str, Any] = {"audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0}
-        facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
-        facts |= {"gradients": self.run_state.gradients, "allow": self.run_state.allow}
-        facts |= {"devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds, CONNECTING)}
-        facts |= {"averaging": self._decay}
-        facts |= {"began": None if self._rendezvous else self._steps}
+        facts = {
+            "audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0, "placement": placement,
+            "signature": plan.layout.signature(), "contents": plan.layout.contents,
+            "gradients": self.run_state.gradients, "allow": self.run_state.allow,
+            "devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds, CONNECTING),
+            "averaging": self._decay, "began": None if self._rendezvous else self._steps,
+        }  # fmt: skip
         pack_recipe(self._definition, self._framework.name, memories.environment, memories.recipe, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
