@@ -157,6 +157,7 @@ def test_a_wrong_root_is_refused(root):
         (2, "devices is 2"),
         (["cpu", "nowhere"], "devices[1] is 'nowhere', which torch cannot use here"),
         (["cpu", 1.5], "devices[1] is 1.5, which torch cannot use here"),
+        (["cpu", "meta"], "devices[1] is 'meta', which torch cannot use here (it has no values)"),
     ],
 )
 def test_wrong_devices_are_refused(devices, named):

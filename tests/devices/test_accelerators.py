@@ -193,9 +193,9 @@ def gathered_and_not_waited_for(patch):
 
 def a_room_used_too_early(patch):
     """All buckets are folded in the same memory, which the first one's result is still sent from."""
-    room = ranks.Exchange._room  # planted
+    scratch = ranks.scratch
     patch.setattr(ranks, "BUCKET", 64)
-    patch.setattr(ranks.Exchange, "_room", lambda own, name, *size: room(own, name[0], *size))
+    patch.setattr(ranks, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
 
 
 def pinned_memory_used_again(patch):

@@ -566,8 +566,8 @@ def folded_at_the_wrong_offset(patch):
 def buckets_in_one_room(patch):
     """A bucket's memory is used again before it was looked at."""
     patch.setattr(ranks, "BUCKET", 64)
-    room = ranks.Exchange._room  # planted
-    patch.setattr(ranks.Exchange, "_room", lambda own, name, *size: room(own, name[0], *size))
+    scratch = ranks.scratch
+    patch.setattr(ranks, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
 
 
 def small_buckets(patch):

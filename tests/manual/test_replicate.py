@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx import manual
+from phalanx.frameworks.torch.model import put
 from tests.families import FAMILIES, Counting, Tied, conv_norm, double, frozen, mlp, mlp_bfloat16, normal, whole
 
 
@@ -99,7 +100,8 @@ def test_ties_are_kept_on_other_devices():
     model = Tied()
     model.register_buffer("mask", torch.ones(3))
     model.head.register_buffer("mask", model.mask)
-    [replica] = manual.replicate(model, ["meta"])
+    replica = copy.deepcopy(model)
+    put(replica, torch.device("meta"))
     assert replica.mask.is_meta
     assert replica.head.mask is replica.mask
     moved = copy.deepcopy(model).to("meta")
@@ -158,6 +160,7 @@ class Shallow(nn.Linear):
         (mlp(), 2, r"devices is 2;.*\['cpu'\] \* 4"),
         (mlp(), ["cpu", "gpu"], r"devices\[1\] is 'gpu'"),
         (mlp(), ["cpu", None], r"devices\[1\] is None"),
+        (mlp(), ["meta"], r"devices\[0\] is 'meta', which torch cannot use here \(it has no values\); use 'cpu'"),
         (nn.Linear, ["cpu"], "model is .*must be a torch.nn.Module"),
         (mlp, ["cpu"], "model is .*function"),
         (Locked(), ["cpu"], "Locked that cannot be copied .*lock"),

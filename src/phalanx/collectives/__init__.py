@@ -295,10 +295,13 @@ def usable(name: str, devices: Any) -> list[torch.device]:
 def usable_device(name: str, value: Any) -> torch.device:
     """``value`` as a device that torch can use here."""
     try:
-        return torch.empty(0, device=str(value)).device
+        device = torch.empty(0, device=str(value)).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"{name} is {value!r}, which torch cannot use here ({reason}); use 'cpu'") from error
+    if device.type == "meta":
+        raise UsageError(f"{name} is {value!r}, which torch cannot use here (it has no values); use 'cpu'")
+    return device
 
 
 def reducible(op: Any, dtype: torch.dtype) -> None:

@@ -4,8 +4,8 @@ A sample is read once. It waits in the shuffle buffer, if there is one, and then
 of a step are kept until that step is done. A snapshot has only the numbers of samples that wait: a resumed run reads
 these samples again, from the last mark before all of them.
 
-A ``Reading`` is one pass over the iterable. A ``Supply`` makes batches of pass after pass, and a ``Dealer`` knows which
-step has which of them.
+A ``Reading`` is one pass over the iterable. A ``Supply`` makes batches of pass after pass, and knows which step has
+which of them.
 """
 
 from __future__ import annotations
@@ -165,9 +165,7 @@ class Reading:
 
 
 class Supply:
-    """Draws batches from a stream, in this process.
-
-    A reader process that draws ahead has the same methods, and ``epoch``: that of the next batch, or of the last one.
+    """Deals out a stream in batches, and knows which step has which.
 
     Parameters
     ----------
@@ -175,6 +173,11 @@ class Supply:
         Its data is a stream.
     surroundings : context manager
         Inside, generators and threads are the run's. Re-entrant.
+
+    Attributes
+    ----------
+    epoch : int
+        That of the next batch, or of the last one.
     """
 
     def __init__(self, definition: Definition, surroundings: AbstractContextManager[Any]) -> None:
@@ -187,11 +190,13 @@ class Supply:
         self._buffer: list[Item] = []
         self._ready: deque[Item] = deque()
         self._drawn: list[Item] = []
+        self._batch: Drawn | None = None  # what was drawn last
+        self._step = -1  # the step that has it
         self._over = False  # whether the epoch ends with what was drawn
         self._marks: deque[Mark] = deque([BEGINNING], MARKS)
 
-    def next(self) -> Drawn:
-        """The next batch.
+    def draw(self, step: int) -> Drawn:
+        """The samples of a step: the same ones until it is done and a later step is asked for.
 
         Raises
         ------
@@ -200,23 +205,30 @@ class Supply:
         UsageError
             An epoch has too few samples.
         """
-        size = self._definition.global_batch
-        least = size if self._definition.drop_last else 1
-        self._drawn = []
-        with self._surroundings:
-            reading = self._begun()
-            self._mark(reading)
-            self._fill(reading, size + least)
-        if len(self._ready) < least:
-            raise self._too_few(reading, least)
-        self._drawn = items = [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
-        self._over = len(self._ready) < least
-        digest = hashlib.sha256(b"".join(bytes.fromhex(item[2]) for item in items)).hexdigest()
-        return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], digest, self._over)
+        batch = self._batch
+        if batch is None or self._step < step:
+            self._batch = None
+            try:
+                batch = self._batch = self._next()
+            except WorkerError as error:
+                error.step = step
+                raise
+        self._step = step
+        return batch
 
-    def state(self, *, undone: bool = False) -> dict[str, Any]:
-        """The stream's position, in plain values; ``undone``: before the batch that was drawn last, not after it."""
-        waiting = self._drawn if undone else []
+    def postpone(self, step: int) -> None:
+        """The caller brings a batch for this step, so the batch that was drawn for it goes to the next one."""
+        if self._pending(step):
+            self._step = step + 1
+
+    def epochs(self, steps: int) -> int:
+        """How many epochs are over after so many steps."""
+        batch = self._batch
+        return self.epoch + (batch is not None and batch.last and not self._pending(steps))
+
+    def state(self, steps: int) -> dict[str, Any]:
+        """The stream's position after so many steps, in plain values."""
+        waiting = self._drawn if self._pending(steps) else []
         if self._reading is None or (self._over and not waiting):
             return {"epoch": self.epoch + self._over, "before": self._total, "given": self._given, "read": 0}
         ready = [number for number, *_ in [*waiting, *self._ready]]
@@ -274,6 +286,26 @@ class Supply:
     @property
     def _total(self) -> int:
         return self._before + (0 if self._reading is None else self._reading.number)
+
+    def _pending(self, step: int) -> bool:
+        """Whether the batch that was drawn is of a step that is not done."""
+        return self._batch is not None and self._step >= step
+
+    def _next(self) -> Drawn:
+        """Read on, and deal out the next batch."""
+        size = self._definition.global_batch
+        least = size if self._definition.drop_last else 1
+        self._drawn = []
+        with self._surroundings:
+            reading = self._begun()
+            self._mark(reading)
+            self._fill(reading, size + least)
+        if len(self._ready) < least:
+            raise self._too_few(reading, least)
+        self._drawn = items = [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
+        self._over = len(self._ready) < least
+        digest = hashlib.sha256(b"".join(bytes.fromhex(item[2]) for item in items)).hexdigest()
+        return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], digest, self._over)
 
     def _read_again(self, state: Mapping[str, Any], shown: Shown, *, anyway: bool) -> None:
         """Read up to where an earlier run was, from a mark that leads to the same samples."""
@@ -365,59 +397,6 @@ class Supply:
         )
 
 
-class Dealer:
-    """Says which step has which batch of a stream, and gives the run's state the stream's position.
-
-    Parameters
-    ----------
-    source : Supply
-    run_state : RunState
-    """
-
-    def __init__(self, source: Supply, run_state: Any) -> None:
-        self.source = source
-        self._drawn: Drawn | None = None
-        self._step = -1  # of what was drawn
-        run_state.stream = lambda: {STATE: self.source.state(undone=self._pending(run_state.steps))}
-
-    def draw(self, step: int) -> Drawn:
-        """The samples of a step: the same ones until it is done and a later step is asked for.
-
-        Raises
-        ------
-        WorkerError, UsageError
-            As ``Supply.next``.
-        """
-        if not self._pending(step):
-            self._drawn = None
-            try:
-                self._drawn = self.source.next()
-            except WorkerError as error:
-                error.step = step
-                raise
-        self._step = step
-        assert self._drawn is not None
-        return self._drawn
-
-    def postpone(self, step: int) -> None:
-        """The caller brings a batch for this step, so the batch that was drawn for it goes to the next one."""
-        if self._pending(step):
-            self._step = step + 1
-
-    def epochs(self, steps: int) -> int:
-        """How many epochs are over after so many steps."""
-        drawn = self._drawn
-        return self.source.epoch if drawn is None else drawn.epoch + (drawn.last and not self._pending(steps))
-
-    def close(self) -> None:
-        """Let go of the iterable."""
-        self.source.close()
-
-    def _pending(self, step: int) -> bool:
-        """Whether the batch that was drawn is of a step that is not done."""
-        return self._drawn is not None and self._step >= step
-
-
 def supplied(
     definition: Definition,
     run_state: Any,
@@ -425,8 +404,8 @@ def supplied(
     shown: Shown = lambda numbers, _: numbers,
     *,
     anyway: bool = False,
-) -> Dealer:
-    """The dealer of a run whose data is a stream; it goes on where an earlier run was.
+) -> Supply:
+    """The supply of a run whose data is a stream; it goes on where an earlier run was, and the run's state has it.
 
     Parameters
     ----------
@@ -441,7 +420,8 @@ def supplied(
         dealt = supply.go_on(state or {}, shown, anyway=anyway)
         if dealt > run_state.samples and not definition.drop_last:  # drop_last leaves some out
             raise SnapshotError(f"{STATE} in the snapshot has dealt {dealt} samples, of {run_state.samples}")
-    return Dealer(supply, run_state)
+    run_state.stream = lambda: {STATE: supply.state(run_state.steps)}
+    return supply
 
 
 def _restored(carrier: Any, state: Any) -> tuple[Any, str]:

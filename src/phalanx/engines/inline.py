@@ -23,7 +23,7 @@ from phalanx.plan import evaluation_key
 from phalanx.seams import Framework, Link
 from phalanx.seams.records import Captured, Exported, Measurement, RunState, StepReport, Training, Weights
 from phalanx.shared.memory import RUNS
-from phalanx.step import Proposal, commit, following, measure, propose
+from phalanx.step import Proposal, commit, following, measure
 from phalanx.surroundings import interrupts
 
 
@@ -90,10 +90,7 @@ class Inline:
                 self._framework.following = functools.partial(following, *next_one)
             samples = sum([len(share.samples) for share in shares])
             self._link.begin(t, shares)
-            if t in self._twice.due:
-                proposal = self._twice.propose(self._link, t, shares)
-            else:
-                proposal = propose(self._framework, self._link, self._definition, t, shares)
+            proposal = self._twice.propose(self._link, t, shares)
             if self._gradients is not None:
                 self._gradients.keep(self._definition.rounds.at(t), proposal.gradient)
             self._commit(t, proposal, samples)

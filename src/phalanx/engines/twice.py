@@ -90,7 +90,7 @@ class Twice:
     Attributes
     ----------
     due : container of int
-        The updates that ``propose`` is to be called for.
+        The updates in which something may be computed twice.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Twice:
             self._checked |= set(range(update, self._after(step + 1)))
 
     def propose(self, link: Link, t: int, shares: Sequence[Share]) -> Proposal:
-        """Do ``step.propose`` with an audit and checks, where this step has them.
+        """Do ``step.propose``, with an audit and checks where this step has them.
 
         Raises
         ------
@@ -135,6 +135,8 @@ class Twice:
         CorruptionError
             The audited replica had another outcome when it was computed again.
         """
+        if t not in self.due:
+            return propose(self._framework, link, self._definition, t, shares)
         self._update, self._audited = t, None
         audited = self._audit is not None and self._audit.due(t)
         self._alone = audited and len(self._blocks) == 1

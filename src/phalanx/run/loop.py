@@ -18,7 +18,7 @@ from phalanx.definition.checks import warn
 from phalanx.definition.data import spelled
 from phalanx.definition.evaluation import Evaluation, Metrics, Predictions, check_metric, meant
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams import Dealer
+from phalanx.definition.streams import Supply
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
@@ -42,7 +42,7 @@ class Loop:
         Each is due as often as it says, and after the last step.
     observers : sequence of Observer
         They have begun, in this order.
-    supply : Dealer, optional
+    supply : Supply, optional
         Where samples come from, if the data is a stream.
     first : callable, optional
         Checks the first step, and the batch that was brought for it, before observers are told of it; may refuse
@@ -59,7 +59,7 @@ class Loop:
         engine: Engine,
         evaluations: Sequence[Evaluation],
         observers: Sequence[Observer],
-        supply: Dealer | None = None,
+        supply: Supply | None = None,
         first: Callable[[StepReport, Any], None] | None = None,
         waiting: Sequence[tuple[str, str]] = (),
         successors: Iterator[Sequence[Observer]] | None = None,

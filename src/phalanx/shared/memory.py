@@ -23,7 +23,7 @@ import platform
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from phalanx.errors import UsageError
 from phalanx.surroundings import presence
@@ -90,6 +90,33 @@ class Memory:
             self.fd = -1
 
     leave = close  # see ``presence.Owned``
+
+
+class Memories(NamedTuple):
+    """What workers inherit: each fills in the memories of its caller, in this order.
+
+    Attributes
+    ----------
+    environment, recipe, mailbox, orders : Memory
+        Pickles of the caller's: its environment, what to train, a task, and where a worker begins.
+    arena : Memory
+        The state, partial sums and counters.
+    base : Memory
+        What is frozen.
+    inputs : Memory
+        The ring of the readers.
+    meeting : Memory
+        Where workers with devices find each other.
+    """
+
+    environment: Memory
+    recipe: Memory
+    arena: Memory
+    mailbox: Memory
+    orders: Memory
+    base: Memory
+    inputs: Memory
+    meeting: Memory
 
 
 class Carver:

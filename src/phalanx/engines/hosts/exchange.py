@@ -67,6 +67,12 @@ class Rendezvous:
     interface: str
     hosts: int = 1
 
+    def store(self, name: str) -> PrefixStore:
+        """The part of the world's store that those have who meet under this name."""
+        limit = datetime.timedelta(seconds=self.seconds)
+        store = TCP(*self.address, is_master=False, timeout=limit)
+        return PrefixStore(f"phalanx/{self.run}/{name}", store)
+
 
 class Layout(NamedTuple):
     """How the gradients of one dtype lie in a sum, one after another.
@@ -139,11 +145,8 @@ class Across:
         every = [node for host_nodes in nodes for node in host_nodes]
         self._laid_out = functools.lru_cache(PATTERNS)(functools.partial(self._lay_out, replicas, every))
         self._rooms: dict[Any, torch.Tensor] = {}
-        limit = datetime.timedelta(seconds=rendezvous.seconds)
-        store = TCP(*rendezvous.address, is_master=False, timeout=limit)
-        worker_store = PrefixStore(f"phalanx/{rendezvous.run}/worker {worker}", store)
         facts = rendezvous.rank, len(rendezvous.blocks), rendezvous.seconds, rendezvous.interface
-        self._gloo = Gloo(worker_store, *facts, check)
+        self._gloo = Gloo(rendezvous.store(f"worker {worker}"), *facts, check)
 
     def tell(
         self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
@@ -177,7 +180,7 @@ class Across:
             row[:] = np.frombuffer(note, np.uint8)
         pieces = head, rows, flags, texts
         mine = torch.from_numpy(np.concatenate([piece.view(np.uint8).reshape(-1) for piece in pieces]))
-        messages = self._room("parts", len(self._blocks) * len(mine), torch.uint8)
+        messages = scratch(self._rooms, "parts", len(self._blocks) * len(mine), torch.uint8)
         self._gloo.gather(messages, mine)
         told = self._told(pieces, messages)
         if any(map(NAMED, told[0])):
@@ -202,9 +205,9 @@ class Across:
         if not most:
             return
         content = b"".join(piece for replica in self._blocks[self._rank] for piece in pieces[replica])
-        mine = self._room("mine", most, torch.uint8)
+        mine = scratch(self._rooms, "mine", most, torch.uint8)
         mine.numpy()[: len(content)] = np.frombuffer(content, np.uint8)
-        contents = self._room("left", len(self._blocks) * most, torch.uint8)
+        contents = scratch(self._rooms, "left", len(self._blocks) * most, torch.uint8)
         self._gloo.gather(contents, mine)
         received = memoryview(contents.numpy().data)
         for rank, block in enumerate(self._blocks):
@@ -266,7 +269,8 @@ class Across:
     def _dealt(self, layout: Layout, summands: Callable[[int], Sequence[Summands]]) -> list[Piece]:
         """Pack this host's partial sums, a row per node, and send each piece as soon as it is whole."""
         rows, begun = self._counts[self._rank], list[Piece]()
-        packed = self._room(("packed", layout.dtype), rows * layout.whole, layout.dtype).view(rows, layout.whole)
+        packed = scratch(self._rooms, ("packed", layout.dtype), rows * layout.whole, layout.dtype)
+        packed = packed.view(rows, layout.whole)
         ends = [start + self._slices * width for start, width in layout.pieces]
         last = next(reversed(layout.places))
         for index, offset in layout.places.items():
@@ -295,7 +299,7 @@ class Across:
 
     def _added_up(self, layout: Layout, pieces: Sequence[Piece]) -> torch.Tensor:
         """The sum of one dtype: of each piece this host adds up its slice, and the others send theirs."""
-        flat, works = self._room(("flat", layout.dtype), layout.whole, layout.dtype), list[Any]()
+        flat, works = scratch(self._rooms, ("flat", layout.dtype), layout.whole, layout.dtype), list[Any]()
         for (start, width), (rows, comes, goes) in zip(layout.pieces, pieces, strict=True):
             self._gloo.wait(comes)
             slices = flat[start : start + self._slices * width].view(self._slices, width)
@@ -326,12 +330,15 @@ class Across:
             layouts.append(Layout(dtype, places, runs, pieces, whole))
         return layouts
 
-    def _room(self, name: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many elements, with any content, in memory that is used again in every step."""
-        room = self._rooms.get(name)
-        if room is None or len(room) != size:
-            room = self._rooms[name] = torch.zeros(size, dtype=dtype)
-        return room
+
+def scratch(
+    rooms: dict[Any, torch.Tensor], name: Any, size: int, dtype: torch.dtype, device: str = "cpu"
+) -> torch.Tensor:
+    """So many elements, with any content, in memory that ``rooms`` keeps to be used again in every step."""
+    room = rooms.get(name)
+    if room is None or room.numel() != size or room.dtype != dtype:
+        room = rooms[name] = torch.zeros(size, dtype=dtype, device=device)
+    return room
 
 
 def chunks(size: int, slices: int, itemsize: int) -> list[tuple[int, int]]:

@@ -60,12 +60,9 @@ class Gloo:
 
     def gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
         """Fill ``gathered`` with the bytes of all processes, equally many of each, in the order of ranks."""
-        work, nap = self._call(self.group._allgather_base, gathered, mine), NAP_SECONDS
+        work = self._call(self.group._allgather_base, gathered, mine)
         try:
-            while not work.is_completed():
-                self._check()
-                time.sleep(nap)
-                nap = min(2 * nap, LONGEST_NAP_SECONDS)
+            poll(work.is_completed, self._check)
         except BaseException:  # torch's destructor would wait for what is under way
             LEFT.append((self.group, work, gathered, mine))
             raise
@@ -95,6 +92,15 @@ class Gloo:
         except Exception as error:
             self.close()
             raise SeveredError(f"another process cannot be reached: {_short(error)}") from error
+
+
+def poll(done: Callable[[], bool], check: Callable[[], object]) -> None:
+    """Nap until something is done; ``check`` raises to end that."""
+    nap = NAP_SECONDS
+    while not done():
+        check()
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP_SECONDS)
 
 
 def _short(error: Exception) -> str:

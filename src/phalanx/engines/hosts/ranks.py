@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from phalanx.engines.hosts.exchange import PATTERNS, Mask, Run, fold_runs, stretches
+from phalanx.engines.hosts.exchange import PATTERNS, Mask, Run, fold_runs, scratch, stretches
 from phalanx.engines.hosts.transport import Transport
 from phalanx.frameworks.torch.accelerators import watched
 from phalanx.frameworks.torch.arithmetic import copy_all
@@ -170,7 +170,7 @@ class Exchange:
         rows, first, length = self._packed(number, bucket), 0, self._workers * bucket.width
 
         def room(name: str, depth: int, size: int) -> torch.Tensor:
-            return self._room((name, number, depth), size, bucket.dtype)
+            return scratch(self._rooms, (name, number, depth), size, bucket.dtype, self._device)
 
         for depth, (level, link) in enumerate(zip(self._among, transport.levels, strict=True)):
             own, length = len(rows), length // level.size
@@ -207,7 +207,8 @@ class Exchange:
 
     def _packed(self, number: int, bucket: Bucket) -> torch.Tensor:
         whole = self._workers * bucket.width
-        return self._room(("packed", number), self._own * whole, bucket.dtype).view(self._own, whole)
+        packed = scratch(self._rooms, ("packed", number), self._own * whole, bucket.dtype, self._device)
+        return packed.view(self._own, whole)
 
     def _pack(self, number: int, bucket: Bucket, mine: Sequence[Vector | None]) -> None:
         """Put this worker's sums into a bucket."""
@@ -249,13 +250,6 @@ class Exchange:
             if there:
                 runs.append(Run(begin, end, tuple(group[at] for at in there), order))
         return runs
-
-    def _room(self, name: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many elements, with any content, in memory that is used again in every step."""
-        room = self._rooms.get(name)
-        if room is None or room.numel() != size or room.dtype != dtype:
-            room = self._rooms[name] = torch.zeros(size, dtype=dtype, device=self._device)
-        return room
 
 
 class Spread:

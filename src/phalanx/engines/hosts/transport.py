@@ -14,14 +14,13 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo
+from phalanx.engines.hosts.gloo import LONGEST_NAP_SECONDS, LOOPBACK, Gloo, poll
 from phalanx.errors import RunError, SeveredError, UsageError
 
 BACKENDS: Any = dist.Backend
 FILE: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
 TRIED = 1 << 17  # numbers of 8 bytes that are sent when workers meet
 NOTICED_SECONDS = 5.0  # until somebody has seen that a worker is gone
-NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
 
 
 class Transport:
@@ -130,7 +129,7 @@ class Transport:
         """Wait for what was begun; on an accelerator its stream waits, and the host goes on."""
         work, target, arrived = work
         if self._on_host:
-            self._poll(work.is_completed)
+            poll(work.is_completed, self._check)
         try:
             work.wait()
         except RuntimeError as error:
@@ -143,7 +142,7 @@ class Transport:
         if not self._on_host:
             reached = torch.Event(self._device)
             reached.record()
-            self._poll(reached.query)
+            poll(reached.query, self._check)
 
     def close(self) -> None:
         """Leave the others; what was begun is given up."""
@@ -164,13 +163,6 @@ class Transport:
             return operation(arrived, source.cpu(), *cuts), target, arrived
         except RuntimeError as error:
             self._lost(error)
-
-    def _poll(self, done: Callable[[], bool]) -> None:
-        nap = NAP_SECONDS
-        while not done():
-            self._check()
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP_SECONDS)
 
     def _lost(self, error: Exception) -> None:
         """Most likely a worker is gone: give whoever watches it the time to say so."""
@@ -202,16 +194,11 @@ def connected(
     return Transport(store, rank, size, torch.device(device), seconds, LOOPBACK, check)
 
 
-def reached(
-    rendezvous: Rendezvous, device: str, seconds: float, generation: int, check: Callable[[], None]
-) -> Transport:
+def reached(rendezvous: Rendezvous, device: str, generation: int, check: Callable[[], None]) -> Transport:
     """Meet the workers of the other processes, through the store of their world."""
-    limit = datetime.timedelta(seconds=seconds)
-    store = TCP(*rendezvous.address, is_master=False, timeout=limit)
-    own = PrefixStore(f"phalanx/{rendezvous.run}/devices {generation}", store)
-    size = len(rendezvous.blocks)
-    facts = torch.device(device), seconds, rendezvous.interface, check, rendezvous.hosts
-    return Transport(own, rendezvous.rank, size, *facts)
+    store, size = rendezvous.store(f"devices {generation}"), len(rendezvous.blocks)
+    facts = torch.device(device), rendezvous.seconds, rendezvous.interface, check, rendezvous.hosts
+    return Transport(store, rendezvous.rank, size, *facts)
 
 
 def _created(name: str, store: Any, rank: int, size: int, seconds: float) -> Any:

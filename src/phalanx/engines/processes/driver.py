@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,13 +27,12 @@ from phalanx.seams.records import Captured, Exported, RunState, StepReport, Trai
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
 from phalanx.shared.inputs import MOST, Inputs
 from phalanx.shared.layout import Plan
-from phalanx.shared.memory import Memory, check_room
+from phalanx.shared.memory import Memories, Memory, check_room
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
 
 BREAK_SECONDS = 0.2  # that workers have to leave a step that is broken off; their state is in the arena
 CONNECTING = 30.0  # seconds: workers meet when all have computed, so that none is late
-MEMORIES = 8  # what workers inherit: environment_memory, parcel, arena, mailbox, orders, base, inputs, meeting
 
 
 def beside(readers: int | None, workers: int, cores: int) -> int:
@@ -71,7 +70,7 @@ class Processes:
         self._decay = self._averages()
         plan = Plan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
-        memories = [Memory(0) for _ in range(MEMORIES)]
+        memories = Memories(*(Memory(0) for _ in Memories._fields))
         with contextlib.ExitStack() as undo:
             for memory in memories:
                 undo.callback(memory.close)
@@ -101,25 +100,25 @@ class Processes:
             self.check_able()
         return self._framework.sharing.averages.named()
 
-    def _begin(self, plan: Plan, placement: Placement, memories: Sequence[Memory], readers: int) -> None:
-        environment_memory, parcel, arena, mailbox, orders, base, inputs, _ = memories
-        arena.grow(plan.size)
-        base.grow(plan.layout.base)
-        mapped = arena.map()
+    def _begin(self, plan: Plan, placement: Placement, memories: Memories, readers: int) -> None:
+        memories.arena.grow(plan.size)
+        memories.base.grow(plan.layout.base)
+        mapped = memories.arena.map()
         self.counters = plan.counters(mapped).written_by(PARENT)
-        self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, base)
-        facts: dict[str, Any] = {"audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0}
-        facts |= {"placement": placement, "signature": plan.layout.signature(), "contents": plan.layout.contents}
-        facts |= {"gradients": self.run_state.gradients, "allow": self.run_state.allow}
-        facts |= {"devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds, CONNECTING)}
-        facts |= {"averaging": self._decay}
-        facts |= {"began": None if self._rendezvous else self._steps}
-        pack_recipe(self._definition, self._framework.name, environment_memory, parcel, facts)
+        self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, memories.base)
+        facts = {
+            "audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0, "placement": placement,
+            "signature": plan.layout.signature(), "contents": plan.layout.contents,
+            "gradients": self.run_state.gradients, "allow": self.run_state.allow,
+            "devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds, CONNECTING),
+            "averaging": self._decay, "began": None if self._rendezvous else self._steps,
+        }  # fmt: skip
+        pack_recipe(self._definition, self._framework.name, memories.environment, memories.recipe, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
         self._pool.alarm = self._alarm
         self.supervisor = Supervisor(
-            placement, self._pool, self._mirror, self.run_state, mailbox, orders, self._failures
+            placement, self._pool, self._mirror, self.run_state, memories.mailbox, memories.orders, self._failures
         )
         try:
             self.supervisor.begin()
@@ -127,8 +126,8 @@ class Processes:
         except BaseException:
             self._pool.end()
             raise
-        ring = environment_memory, parcel, inputs
-        ended = Readers(ring, Inputs(inputs, placement.replicas), readers).close if readers else bool
+        ring = memories.environment, memories.recipe, memories.inputs
+        ended = Readers(ring, Inputs(memories.inputs, placement.replicas), readers).close if readers else bool
         self._close_readers = weakref.finalize(self, ended)
 
     @property

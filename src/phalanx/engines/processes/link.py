@@ -235,15 +235,18 @@ class ArenaLink:
     def commit(self, step: int, gradient: Vector | None) -> None:
         self._barrier.at(Phase.UPDATING)
         if gradient is not None:
-            buffers = None
-            if self._worker == 0:
-                ran = [replica for replica, part in enumerate(self.parts) if part.samples]
-                buffers = [(int(self.parts[replica].samples), self._shard.left(replica)) for replica in ran]
+            buffers = self._left() if self._worker == 0 else None
             self._shard.frozen.thaw(step, gradient)
             self._framework.update(step, gradient, buffers)
             self._shard.settle()
         self._barrier.at(Phase.UPDATED)
         self._barrier.wait()
+
+    def _left(self) -> list[tuple[int, Any]]:
+        """The samples of each replica that has any, and what it left in buffers."""
+        return [
+            (int(part.samples), self._shard.left(replica)) for replica, part in enumerate(self.parts) if part.samples
+        ]
 
     def _gathered(self) -> tuple[list[Vector | None], list[int] | None]:
         """All partial sums, of all workers, and which parameters have a gradient in any (None: all)."""

@@ -28,14 +28,14 @@ from phalanx.engines.recovery.failures import Deadline, FailureLog, Watch
 from phalanx.errors import LostError, StartError
 from phalanx.plan.lifecycle import Cause, Phase, judge
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
-from phalanx.shared.memory import Memory, fence, order
+from phalanx.shared.memory import Memories, fence, order
 from phalanx.surroundings import interrupts, presence
 
 POLL_MILLISECONDS = 50
 FAREWELL_SECONDS = 1.0
 PATIENCE_SECONDS = 1.0  # that workers have to leave user code after Ctrl-C
 LONG = 1 << 62
-BASE, LARGE = 5, 1 << 26  # which memory has what is frozen; from this size on, workers copy it one after another
+LARGE = 1 << 26  # bytes of what is frozen, from which on workers copy it one after another
 CHUNK_BYTES = 1 << 16
 BEGINNING = "<string>"  # the file name of a worker's warnings that come from no line of the caller's code
 
@@ -221,7 +221,7 @@ class WorkerPool:
 
     Parameters
     ----------
-    memories : sequence of Memory
+    memories : Memories
         What workers inherit; closed when the pool ends.
     counters : Counters
     deadline : Deadline
@@ -240,7 +240,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        memories: Sequence[Memory],
+        memories: Memories,
         counters: Counters,
         deadline: Deadline,
         failures: FailureLog,
@@ -280,7 +280,7 @@ class WorkerPool:
             self._output.follow(handle.pipes)
             for fd in handle.watched:
                 self._poller.register(fd, select.POLLIN)
-            if self._memories[BASE].size >= LARGE:  # each makes a copy of what is frozen, and then gives it back
+            if self._memories.base.size >= LARGE:  # each makes a copy of what is frozen, and then gives it back
                 self.wait(lambda: not self._starting or bool(self.alarm()), 0)
         self.wait(lambda: not self._starting or bool(self.alarm()), 0)
 
@@ -444,7 +444,7 @@ class WorkerPool:
             )
 
 
-def _abandon(handles: Mapping[int, WorkerHandle], memories: Sequence[Memory]) -> None:
+def _abandon(handles: Mapping[int, WorkerHandle], memories: Memories) -> None:
     """Kill the workers of a run that was never closed, once it is collected or the interpreter ends."""
     for handle in handles.values():
         handle.kill()

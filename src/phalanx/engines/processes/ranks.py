@@ -164,9 +164,7 @@ class RankLink(ArenaLink):
         self._barrier.wait()
         self._barrier.at(Phase.UPDATING)
         if gradient is not None:
-            ran = [replica for replica, part in enumerate(self.parts) if part.samples]
-            buffers = [(int(self.parts[replica].samples), self._shard.left(replica)) for replica in ran]
-            self._framework.update(step, gradient, buffers)
+            self._framework.update(step, gradient, self._left())
         if self.average is not None:
             self.average(step)
         self._barrier.at(Phase.UPDATED)
@@ -262,7 +260,7 @@ class HostRankLink(RankLink, HostLink):
 
     def __init__(self, rendezvous: Rendezvous, device: str, *facts: Any) -> None:
         HostLink.__init__(self, rendezvous, *facts)
-        connect = functools.partial(reached, rendezvous, device, rendezvous.seconds)
+        connect = functools.partial(reached, rendezvous, device)
         self._exchange_among(rendezvous.blocks, rendezvous.rank, device, connect, rendezvous.hosts)
 
     def _present(self) -> list[bytes]:

@@ -38,24 +38,24 @@ from phalanx.seams.records import Todo, Weights
 from phalanx.shared.counters import BATCH, LEAVE, STEPS, Barrier
 from phalanx.shared.inputs import Inputs
 from phalanx.shared.layout import Plan
-from phalanx.shared.memory import Memory, fence, give_back, order
+from phalanx.shared.memory import Memories, Memory, fence, give_back, order
 from phalanx.shared.state import CopiedShard, Shard
-from phalanx.step import Proposal, commit, following, measure, propose
+from phalanx.step import Proposal, commit, following, measure
 
 IDLE_YIELDS = 500
 SHARE = 0.005  # of the time may go into snapshots
 
 
-def live(channel: int, memories: Sequence[int], number: int) -> None:
+def live(channel: int, inherited: Sequence[int], number: int) -> None:
     """Be worker ``number`` of a run until the caller closes the channel."""
     caller = DriverChannel(channel)
-    environment_memory, parcel, arena, mailbox, orders, base, inputs, meeting = (Memory(0, fd) for fd in memories)
+    memories = Memories(*(Memory(0, fd) for fd in inherited))
     try:
-        environment = unpack(environment_memory)
+        environment = unpack(memories.environment)
         adopt_environment(environment)
         with starting(environment["threads"]):  # what is unpacked may hold arrays of a framework
-            worker = Worker(caller, unpack(parcel), (arena, base, mailbox, inputs, meeting), number)
-        orders = unpack(orders)
+            worker = Worker(caller, unpack(memories.recipe), memories, number)
+        orders = unpack(memories.orders)
         worker.take(orders)
         give_back()  # the model as it was made, before it moved into the arena
     except Exception as error:
@@ -69,18 +69,17 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
 class Worker:
     """The state of worker ``number``; ``setup`` is the caller's parcel."""
 
-    def __init__(self, caller: DriverChannel, setup: dict[str, Any], memories: tuple[Memory, ...], number: int) -> None:
-        arena, base, mailbox, inputs, meeting = memories
+    def __init__(self, caller: DriverChannel, setup: dict[str, Any], memories: Memories, number: int) -> None:
         warnings.showwarning = self._pass_on
         signal.signal(signal.SIGINT, _left_to_the_caller)
-        self._caller, self._mailbox, self._number = caller, mailbox, number
+        self._caller, self._mailbox, self._number = caller, memories.mailbox, number
         self._placement, self._step, self._timer = setup["placement"], 0, SnapshotTimer()
         self._definition = unpacked(setup)
         self._device = setup["devices"][number] if setup["devices"] else "cpu"
         self._framework: Framework = open_framework(self._definition, [self._device], allow=bool(setup["allow"]))
         self.environment = self._framework.environment
-        self._share(arena, base, meeting, setup)
-        ahead = functools.partial(taken, Inputs(inputs, self._definition.replicas)) if setup["ahead"] else None
+        self._share(memories, setup)
+        ahead = functools.partial(taken, Inputs(memories.inputs, self._definition.replicas)) if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._twice = Twice(
             self._definition, self._framework, allow=setup["allow"], audit=setup["audit"],
@@ -95,7 +94,7 @@ class Worker:
         if self._definition.rounds.at(update).last:
             self._framework.sharing.averages.step()
 
-    def _share(self, memory: Memory, base: Memory, meeting: Memory, setup: dict[str, Any]) -> None:
+    def _share(self, memories: Memories, setup: dict[str, Any]) -> None:
         if setup["averaging"] is not None:
             self._framework.sharing.averaging = setup["averaging"], None
         plan = Plan(self._framework.sharing, self._placement, setup["contents"])
@@ -104,17 +103,17 @@ class Worker:
                 "make_model returned another model in a worker process than in this one; it must return the same "
                 "parameters and buffers each time, whatever the process"
             )
-        arena = memory.map()
+        arena = memories.arena.map()
         self._counters = plan.counters(arena).written_by(self._number)
         self._own = self._counters.workers[self._number]
         self._own.replicas = 0  # those of the worker that this one replaces were computed before
         self._barrier = Barrier(self._counters, self._number)
         kind = CopiedShard if self._placement.copies else Shard
-        self._shard = kind(self._framework.sharing, plan.layout, arena, base, self._number)
+        self._shard = kind(self._framework.sharing, plan.layout, arena, memories.base, self._number)
         shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
         facts = self._framework, shard, plan, placement, arena, barrier
         if placement.copies:
-            here = self._device, meeting, setup["seconds"]
+            here = self._device, memories.meeting, setup["seconds"]
             link = RankLink(*here, *facts) if rendezvous is None else HostRankLink(rendezvous, self._device, *facts)
             link.average = None if setup["averaging"] is None else self._average
             self._link: ArenaLink = link
@@ -192,10 +191,7 @@ class Worker:
         if self._counters.snapshot_due == t:
             self._timer.keep(self._save)
         self._link.begin(t, shares)
-        if t in self._twice.due:
-            proposal = self._twice.propose(self._link, t, shares)
-        else:
-            proposal = propose(self._framework, self._link, self._definition, t, shares)
+        proposal = self._twice.propose(self._link, t, shares)
         if self._gradients is not None:
             self._gradients.keep(self._definition.rounds.at(t), proposal.gradient)
         if self._number == 0:

@@ -31,14 +31,14 @@ from typing import Any
 from phalanx.engines import reading
 from phalanx.engines.processes import worker
 from phalanx.frameworks.registry import prepare_process
-from phalanx.shared.memory import keep_freed
+from phalanx.shared.memory import Memories, keep_freed
 from phalanx.surroundings import sources
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
 MESSAGE_BYTES = 64  # of each message, padded
 RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL
 TASKS, DESCRIPTORS = pathlib.Path("/proc/self/task"), pathlib.Path("/proc/self/fd")
-MOST_RECEIVED = 11  # descriptors with a request: channel, output, errors, memories
+MOST_RECEIVED = 3 + len(Memories._fields)  # descriptors with a request: channel, output, errors, memories
 
 
 def main(fd: int, parent: int, folder: str, frameworks: Sequence[str]) -> None:
