@@ -28,6 +28,10 @@ from phalanx.plan import Parts
 from phalanx.seams.records import Computed, Measurement, Named, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 
+RETRAINED = (
+    "requires_grad of {!r} was changed in forward or loss_fn, and phalanx puts it back after each pass: change it in "
+    "every pass, by phalanx.current_step(), or between steps, by run.freeze, run.thaw or callbacks.Thaw"
+)
 EARLY = "had a gradient before the backward pass (.backward() was called inside forward: use torch.autograd.grad there)"
 
 
@@ -85,6 +89,7 @@ class Lane:
         self._ambiguous = ambiguous
         self._later = later
         self._joins = self._parts == 1
+        self._warned = False
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute replicas; runs user code.
@@ -116,6 +121,10 @@ class Lane:
 
     def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
         """Compute one replica, and add its gradient to ``onto`` if that gives the same bits; runs user code."""
+        with self._same_trained():
+            return self._gradient(todo, onto, watch)
+
+    def _gradient(self, todo: Todo, onto: Gradient | None, watch: Watch | None) -> Computed:
         self.buffers.begin()
         versions = self._versions() if self._shared else []
         if self._parts == 1:
@@ -135,6 +144,20 @@ class Lane:
             for name, value in zip(self.buffers.paths, buffers, strict=True):
                 watch.told("buffer", name, value)
         return Computed(read, weight, taken, buffers, named)
+
+    @contextlib.contextmanager
+    def _same_trained(self) -> Iterator[None]:
+        """Inside, user code may freeze and thaw. Workers and runs that go on would not know of it, so it ends here."""
+        before = [parameter.requires_grad for parameter in self.parameters]
+        try:
+            yield
+        finally:
+            for (name, parameter), trained in zip(self.named, before, strict=True):
+                if parameter.requires_grad != trained:
+                    parameter.requires_grad_(trained)
+                    if not self._warned:
+                        checks.warn(RETRAINED.format(name))
+                    self._warned = True
 
     def _in_parts(self, todo: Todo, watch: Watch | None) -> tuple[Any, float | None, Gradient | None, Named | None]:
         """What a replica whose share is cut comes to: the means of its micro-batches, in order.
@@ -227,7 +250,7 @@ class Lane:
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """Begin metrics over a chunk, as ``seams.Framework.measure`` says."""
         versions = self._versions()
-        with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
+        with evaluating(self.model), torch.no_grad(), self._same_trained(), substituted(self.named, weights or {}):
             self.buffers.begin()
             try:
                 with interrupts.held(), interrupts.user_code():
