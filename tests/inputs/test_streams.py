@@ -9,6 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import phalanx
 from tests.by_hand import answer
@@ -222,6 +223,7 @@ def test_samples_of_unlike_shapes():
         (lambda: recipe(size=COUNT + 1).train(), f"ended after {COUNT} samples"),
         (lambda: recipe(lambda: map(sample, range(3)), drop_last=True).train(), "epoch 0 of the stream has 3"),
         (lambda: recipe(iter([generate()] * 2).__next__).train(), "returned the same generator again for epoch 1"),
+        (lambda: recipe(lambda: DataLoader(list(generate()), batch_size=5)).train(), "DataLoader of batches.*=None"),
         (lambda: recipe().plan.indices(0), "data is a Stream"),
     ],
 )

@@ -87,6 +87,11 @@ class Reading:
         generators.seed(iterable_key(self._seed, epoch), self._owned)
         with self._user_code("while make_iterable() was called"):
             self.iterable = stream.make_iterable()
+            if getattr(self.iterable, "batch_sampler", None) is not None:
+                raise UsageError(
+                    f"make_iterable returned a {type(self.iterable).__name__} of batches, and a stream is read sample "
+                    "by sample; give it batch_size=None: the recipe's batch_size makes batches"
+                )
             if callable(set_epoch := getattr(self.iterable, "set_epoch", None)):
                 set_epoch(epoch)
             self._carrier, self._take = _restored(self.iterable, mark.state)
