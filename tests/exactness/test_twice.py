@@ -455,6 +455,7 @@ def test_the_current_step_is_told(tmp_path, options):
     assert told.loss_history == [0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore:phase .* changed nothing in step 0")  # the losses are the step
 def test_the_current_step_of_brought_batches_and_phases():
     """Batches that the caller brings count as steps; phases of one step have the same."""
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
