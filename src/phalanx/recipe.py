@@ -323,9 +323,8 @@ class Recipe(Definition):
         """What this process does once it reports and saves in place of another, as soon as that lets go of run_dir."""
         beside, stop = (*own.evaluation, *own.callbacks), own.on_snapshot_error == "stop"
         only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
-        observers: list[Any] = []
-        if not run().closed:  # else nobody looks on, and only the end is saved
-            observers += watching(own.progress, only, self, turn, stop=stop, called=called)
+        shows = own.progress, only, self, turn
+        observers: list[Any] = [] if run().closed else watching(*shows, stop=stop, called=called)
         saves, again = False, 0.0
         while not saves:
             try:

@@ -79,9 +79,8 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
             "phalanx.Recipe(..., lr=lr)"
         )
     if not isinstance(recipe, Recipe):
-        names = [known for known, value in vars(module).items() if isinstance(value, Recipe)]
-        other = f"give FILE:NAME with one of {', '.join(names)}" if names else "give FILE:NAME"
-        raise UsageError(f"{path} defines no recipe named {name!r}; add `{name} = phalanx.Recipe(...)`, or {other}")
+        names = ", ".join(known for known, value in vars(module).items() if isinstance(value, Recipe)) or "NAME"
+        raise UsageError(f"{path} defines no recipe {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:{names}")
     evaluation = getattr(module, "evaluation", None) if evaluation is None else evaluation
     return recipe, evaluation, getattr(module, "callbacks", ()) if callbacks is None else callbacks
 

@@ -88,10 +88,7 @@ class Reading:
         with self._user_code("while make_iterable() was called"):
             self.iterable = stream.make_iterable()
             if getattr(self.iterable, "batch_sampler", None) is not None:
-                raise UsageError(
-                    f"make_iterable returned a {type(self.iterable).__name__} of batches, and a stream is read sample "
-                    "by sample; give it batch_size=None: the recipe's batch_size makes batches"
-                )
+                raise UsageError("make_iterable returned a DataLoader of batches; give it batch_size=None, for samples")
             if callable(set_epoch := getattr(self.iterable, "set_epoch", None)):
                 set_epoch(epoch)
             self._carrier, self._take = _restored(self.iterable, mark.state)

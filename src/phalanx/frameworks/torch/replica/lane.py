@@ -89,7 +89,7 @@ class Lane:
         self._ambiguous = ambiguous
         self._later = later
         self._joins = self._parts == 1
-        self._warned = False
+        self._warn_once = functools.cache(checks.warn)
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         """Compute replicas; runs user code.
@@ -121,43 +121,40 @@ class Lane:
 
     def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
         """Compute one replica, and add its gradient to ``onto`` if that gives the same bits; runs user code."""
-        with self._same_trained():
-            return self._gradient(todo, onto, watch)
-
-    def _gradient(self, todo: Todo, onto: Gradient | None, watch: Watch | None) -> Computed:
-        self.buffers.begin()
-        versions = self._versions() if self._shared else []
-        if self._parts == 1:
-            batch = self._batch(todo.key, todo.share, watch)
-            loss, weight, named = self._loss(batch, todo, todo.share, watch)
-            self._tell_early(watch)
-            if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
-                onto = None
-            taken = None if weight == 0 else self.collector.backward(loss, onto, self._trained(todo.phase))
-            read, named = self._read(loss), self._read_named(named) if named else None
-        else:
-            read, weight, taken, named = self._in_parts(todo, watch)
-        if self._shared:
-            self._check_unwritten(versions, "in forward, loss_fn or a hook")
-        buffers = self.buffers.left()
-        if watch is not None:
-            for name, value in zip(self.buffers.paths, buffers, strict=True):
-                watch.told("buffer", name, value)
-        return Computed(read, weight, taken, buffers, named)
-
-    @contextlib.contextmanager
-    def _same_trained(self) -> Iterator[None]:
-        """Inside, user code may freeze and thaw. Workers and runs that go on would not know of it, so it ends here."""
-        before = [parameter.requires_grad for parameter in self.parameters]
+        trained = self._trained_now()
         try:
-            yield
+            self.buffers.begin()
+            versions = self._versions() if self._shared else []
+            if self._parts == 1:
+                batch = self._batch(todo.key, todo.share, watch)
+                loss, weight, named = self._loss(batch, todo, todo.share, watch)
+                self._tell_early(watch)
+                if onto is not None and not (self._joins and _weight(todo, weight) == 1 and self.collector.joins):
+                    onto = None
+                taken = None if weight == 0 else self.collector.backward(loss, onto, self._trained(todo.phase))
+                read, named = self._read(loss), self._read_named(named) if named else None
+            else:
+                read, weight, taken, named = self._in_parts(todo, watch)
+            if self._shared:
+                self._check_unwritten(versions, "in forward, loss_fn or a hook")
+            buffers = self.buffers.left()
+            if watch is not None:
+                for name, value in zip(self.buffers.paths, buffers, strict=True):
+                    watch.told("buffer", name, value)
+            return Computed(read, weight, taken, buffers, named)
         finally:
-            for (name, parameter), trained in zip(self.named, before, strict=True):
-                if parameter.requires_grad != trained:
-                    parameter.requires_grad_(trained)
-                    if not self._warned:
-                        checks.warn(RETRAINED.format(name))
-                    self._warned = True
+            self._retrain(trained)
+
+    def _trained_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.parameters]
+
+    def _retrain(self, before: list[bool]) -> None:
+        """Undo what user code froze or thawed in a pass: workers and runs that go on would not know of it."""
+        if (now := self._trained_now()) != before:
+            for parameter, trained in zip(self.parameters, before, strict=True):
+                parameter.requires_grad_(trained)
+            name = next(name for (name, _), *both in zip(self.named, before, now, strict=True) if both[0] != both[1])
+            self._warn_once(RETRAINED.format(name))
 
     def _in_parts(self, todo: Todo, watch: Watch | None) -> tuple[Any, float | None, Gradient | None, Named | None]:
         """What a replica whose share is cut comes to: the means of its micro-batches, in order.
@@ -249,14 +246,15 @@ class Lane:
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """Begin metrics over a chunk, as ``seams.Framework.measure`` says."""
-        versions = self._versions()
-        with evaluating(self.model), torch.no_grad(), self._same_trained(), substituted(self.named, weights or {}):
+        versions, trained = self._versions(), self._trained_now()
+        with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
             self.buffers.begin()
             try:
                 with interrupts.held(), interrupts.user_code():
                     values = self._forwards[0].evaluated(metrics, self._read_batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
+                self._retrain(trained)
         self._check_unwritten(versions, "in an evaluation")
         return functools.partial(metrics.read, values, len(share.samples))
 
