@@ -198,6 +198,12 @@ TABLE = {
         after="make_model=functools.partial(make_of, {'hidden': 32})",
         told="make_model: body.0.weight is float32[32, 4] here, and float32[16, 4] t",
     ),
+    "an object in place of a function": Change(
+        "warned",
+        given="loss_fn=F.cross_entropy",
+        after="loss_fn=nn.CrossEntropyLoss()",
+        told="loss_fn is torch.nn.modules.loss.CrossEntropyLoss here, and torch.nn.functional.cross_entropy there",
+    ),
     "activation": Change(
         "refused",
         given="make_model=made()",

@@ -80,7 +80,7 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
         )
     if not isinstance(recipe, Recipe):
         names = ", ".join(known for known, value in vars(module).items() if isinstance(value, Recipe)) or "NAME"
-        raise UsageError(f"{path} defines no recipe {name!r}; add `{name} = phalanx.Recipe(...)`, or give FILE:{names}")
+        raise UsageError(f"{path} has no recipe named {name!r}; add `{name} = phalanx.Recipe(...)` or try FILE:{names}")
     evaluation = getattr(module, "evaluation", None) if evaluation is None else evaluation
     return recipe, evaluation, getattr(module, "callbacks", ()) if callbacks is None else callbacks
 

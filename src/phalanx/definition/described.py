@@ -239,7 +239,11 @@ def _code(code: CodeType) -> str:
 
 def _between(mine: Mapping[str, str], theirs: Mapping[str, str], sides: tuple[str, str]) -> list[str]:
     """The values that differ, in words; not those that are absent because something above them differs."""
-    pairs = {name: (mine.get(name, "absent"), theirs.get(name, "absent")) for name in {**mine, **theirs}}
+
+    def of(side: Mapping[str, str], name: str) -> str:
+        return side.get(name, side.get(f"{name}.__class__", "absent"))  # an object in place of a function
+
+    pairs = {name: (of(mine, name), of(theirs, name)) for name in {**mine, **theirs}}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     differences = [
         _words(name, *pair, sides)
