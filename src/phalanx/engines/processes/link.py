@@ -208,7 +208,7 @@ class ArenaLink:
             raise Trouble
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        self._counters.parts.write(self.blocks[self._worker].start, parts, self._framework.told)
+        self._counters.parts.write(self.blocks[self._worker].start, parts, self._framework.options_checksum)
         self._mine = self._publish()
         self._barrier.at(Phase.COMPUTED)
         self._barrier.wait()

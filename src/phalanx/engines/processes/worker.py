@@ -262,7 +262,7 @@ class Worker:
 
     def _checksum(self, contents: int) -> int:
         """The checksum of this worker's part of the snapshot (``contents``: of its arrays) and of its options."""
-        return contents ^ int(self._framework.told[0])
+        return contents ^ int(self._framework.options_checksum[0])
 
     def _fail(self) -> None:
         """Have the others leave the grant. A barrier that this worker has reached lets them pass.

@@ -84,7 +84,7 @@ class Schedules:
             group["params"] = [parameter for parameter in parameters if id(parameter) in mine]
 
     @functools.cached_property
-    def told(self) -> tuple[float, float]:
+    def options_checksum(self) -> tuple[float, float]:
         """What workers compare before an update: a checksum of options and what is frozen; the first group's rate."""
         lr = torch.as_tensor(self._groups[0].get("lr", math.nan), dtype=torch.float64).mean()
         options = [_options(group) for group in self._groups]
@@ -126,7 +126,7 @@ class Schedules:
         return None if self._on_metric else mean
 
     def _step_all(self, loss: float) -> None:
-        vars(self).pop("told", None)
+        vars(self).pop("options_checksum", None)
         if self._drawing:
             generators.seed(update_key(self._seed, self._steps - 1), self._owned)
         versions = list(map(VERSION, self._parameters))
@@ -180,7 +180,7 @@ class Schedules:
 
     def take_options(self, groups: list[Any], states: list[Any], steps: int, trained: dict[int, bool]) -> None:
         """Continue with the ``options`` of another process."""
-        vars(self).pop("told", None)
+        vars(self).pop("options_checksum", None)
         self._steps = int(steps)
         for number, (parameter, was) in enumerate(zip(self._parameters, self._trained, strict=True)):
             parameter.requires_grad_(trained.get(number, was))
