@@ -337,8 +337,8 @@ class RunState:
         Returns that average by names of parameters, None before the first step; None unless workers keep it.
     max_failures : int
         Deaths by SIGKILL or SIGTERM, in a row at one place, that end the run.
-    told : int
-        How many updates observers were told of, after all that completes a step.
+    observed : int
+        How many updates observers have seen completed; all updates of a step at once.
     unseen : deque of StepReport
         Updates that were done while nobody waited for them.
     kept : deque of StepReport
@@ -370,7 +370,7 @@ class RunState:
     averaged: Callable[[], Weights | None] | None = None
     gradients: tuple[str, ...] = ()
     max_failures: int = MOST
-    told: int = 0
+    observed: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
     kept: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=MOST_KEPT))
     made: Any = None
@@ -380,7 +380,7 @@ class RunState:
     @property
     def complete(self) -> bool:
         """Whether every step that was begun is complete."""
-        return self.told == len(self.loss_history)
+        return self.observed == len(self.loss_history)
 
     @property
     def steps(self) -> int:

@@ -199,7 +199,7 @@ class Distributed(Changing[Processes]):
 
     def _agreed(self) -> dict[str, Any]:
         state = self.run_state
-        complete = state.told == self._steps - len(state.unseen) and not state.between_phases
+        complete = state.observed == self._steps - len(state.unseen) and not state.between_phases
         complete = complete and not (self._definition.stream and state.unseen)  # its epochs are known where it is drawn
         told = {"step": self._steps if self._whole else None, "open": complete, "each": self._on_each}
         return self._world.agree_anew(told, self._least)
@@ -232,7 +232,7 @@ class Distributed(Changing[Processes]):
             reports = [
                 report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *state.unseen)
             ]
-            more = {"reports": [report._asdict() for report in reports], "told": self._steps - len(state.unseen)}
+            more = {"reports": [report._asdict() for report in reports], "observed": self._steps - len(state.unseen)}
             content = _sent(self._captured(), state, {**state.callbacks, **state.states(), **state.stream()}, **more)
             self._world.send(content, chosen["behind"])
         elif me in chosen["behind"]:
@@ -241,7 +241,7 @@ class Distributed(Changing[Processes]):
                 self._framework.adopt(captured)
             if self._fresh:
                 _take(state, captured, history)
-                del state.loss_history[history["told"] :]
+                del state.loss_history[history["observed"] :]
             for report in (StepReport(**{**facts, "parts": tuple(facts["parts"])}) for facts in history["reports"]):
                 if report.step == self._steps:
                     state.add(report.loss, 0)
