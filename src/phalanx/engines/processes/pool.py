@@ -230,7 +230,7 @@ class WorkerPool:
 
     Attributes
     ----------
-    told : list of WorkerMessage
+    messages : list of WorkerMessage
         The workers' messages, in the order in which they were read.
     interrupted : bool
         Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have stopped yet.
@@ -245,7 +245,7 @@ class WorkerPool:
         deadline: Deadline,
         failures: FailureLog,
     ) -> None:
-        self.told: list[WorkerMessage] = []
+        self.messages: list[WorkerMessage] = []
         self.interrupted = False
         self.alarm: Callable[[], str] = str
         self._memories = memories
@@ -414,7 +414,7 @@ class WorkerPool:
         elif kind == "warning":
             self._output.warn(*facts)
         else:
-            self.told.append(WorkerMessage(handle.number, kind, *(facts[1:] if kind == "result" else facts)))
+            self.messages.append(WorkerMessage(handle.number, kind, *(facts[1:] if kind == "result" else facts)))
             if kind == "failed":
                 self._starting.discard(handle.number)
 
