@@ -35,17 +35,17 @@ class Todo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """A callback that is told what is computed within a replica-step, and how much it is told.
+    """A callback to which is reported what is computed within a replica-step, and how much of that.
 
-    ``told(kind, name, value)``: kind is "batch", "module" (its output; the name is its path), "output", "buffer" (as it
-    was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
+    ``report(kind, name, value)``: kind is "batch", "module" (its output; the name is its path), "output", "buffer" (as
+    it was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
     name; the value is all outputs and, where user code is not being run, file and line of each frame in
-    which it was written, from the innermost outwards). What is told may be written to later. A framework tells what it
-    can. With ``parameters`` it tells neither modules nor operations, but "model" (what is trained), "written" (a
+    which it was written, from the innermost outwards). The value may be written to later. A framework reports what it
+    can. With ``parameters`` it reports neither modules nor operations, but "model" (what is trained), "written" (a
     parameter that user code wrote or moved, and how) and "early" (one that had a gradient before the backward pass).
     """
 
-    told: Callable[[str, str, Any], None]
+    report: Callable[[str, str, Any], None]
     operations: bool = False
     parameters: bool = False
 

@@ -123,7 +123,7 @@ class Forward:
             return loss_fn(self._model, self.to_device(batch))
         output = self.output(batch, origin)
         if watch is not None:
-            watch.told("output", "", output)
+            watch.report("output", "", output)
         if loss_fn is None:
             return output
         target = self.target(batch)
