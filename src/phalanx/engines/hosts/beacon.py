@@ -73,7 +73,7 @@ class Beacon:
         self.members: list[int] = []
         self.run: dict[str, Any] = {}  # what beats say of it: its number, that of the incarnation, and its members
         self.last_word = {"why": "its process ended", "way": "ended"}
-        self.told: list[int] | None = None
+        self.reported: list[int] | None = None
         self.replaced: set[int] = set()  # members whose rank has a new process, which wants to join
         self.next = self.seen = time.monotonic()
 
@@ -121,7 +121,7 @@ class Beacon:
                 self.peers[int(rank)] = new = Peer(address, now)
                 new.id = known.id if known else None
         self.members = [rank for rank in order["members"] if rank != self.me]
-        self.run, self.told, self.next, self.replaced = order["run"], None, now, set()
+        self.run, self.reported, self.next, self.replaced = order["run"], None, now, set()
 
     def beat(self) -> None:
         """Say that this member lives, and whom it hears; tell others that a run is under way, and where.
@@ -198,14 +198,14 @@ class Beacon:
     def tell_who_lives(self, now: float) -> None:
         """Tell the parent who lives, if that has changed."""
         alive = self.alive(now)
-        if self.run and alive != self.told:
+        if self.run and alive != self.reported:
             lost = {
                 rank: "its process ended" if self.ended(rank) else f"silent for {self.seconds:g} s"
                 for rank, peer in self.peers.items()
                 if rank in self.members and rank not in alive
             }
             if self.tell({"alive": alive, "lost": lost, "ended": [rank for rank in lost if self.ended(rank)]}):
-                self.told = alive
+                self.reported = alive
 
     def tell(self, thing: dict[str, Any]) -> bool:
         """Tell the parent something; returns whether that went. While it does not read, what is too much is dropped."""

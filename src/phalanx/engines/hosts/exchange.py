@@ -33,7 +33,7 @@ LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of a piece
 PIECES = 8  # of a sum of medium size: the first travel while others are packed, at a cost per piece
 Piece = tuple[list[torch.Tensor], list[Any], list[Any]]  # this host's slice of all sums, what comes, what goes
 Mask = bytes  # one byte per parameter: whether it has a gradient
-Told = tuple[list[Part], list[Mask], list[bytes]]  # by replica, by node, by replica
+Decoded = tuple[list[Part], list[Mask], list[bytes]]  # by replica, by node, by replica
 Summands = tuple[Sequence[Any], Sequence[tuple[int, int]]]  # None where there is none; what is added, as (into, from)
 
 
@@ -150,7 +150,7 @@ class Across:
 
     def tell(
         self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
-    ) -> Told:
+    ) -> Decoded:
         """Send this host's parts, which gradients each of its nodes has, and notes; returns those of all hosts.
 
         Parameters
@@ -182,10 +182,10 @@ class Across:
         mine = torch.from_numpy(np.concatenate([piece.view(np.uint8).reshape(-1) for piece in pieces]))
         messages = scratch(self._rooms, "parts", len(self._blocks) * len(mine), torch.uint8)
         self._gloo.gather(messages, mine)
-        told = self._told(pieces, messages)
-        if any(map(NAMED, told[0])):
-            self._spread_named(told[0], named)
-        return told
+        decoded = self._decoded(pieces, messages)
+        if any(map(NAMED, decoded[0])):
+            self._spread_named(decoded[0], named)
+        return decoded
 
     def _spread_named(self, parts: list[Part], mine: Sequence[bytes]) -> None:
         """Put named losses into the parts of all replicas; ``mine``: the texts of this host's."""
@@ -236,9 +236,9 @@ class Across:
                 total[index] = array_of(flat.as_strided(like.shape, like.stride(), offset), self._blanks[index])
         return total
 
-    def _told(self, mine: Sequence[np.ndarray], messages: torch.Tensor) -> Told:
+    def _decoded(self, mine: Sequence[np.ndarray], messages: torch.Tensor) -> Decoded:
         """Decode the messages of all hosts; ``mine`` is what this host sent."""
-        decoded: Told = [], [], []
+        decoded: Decoded = [], [], []
         cuts = np.cumsum([piece.nbytes for piece in mine])[:-1]
         for rank, message in enumerate(messages.numpy().reshape(len(self._blocks), -1)):
             head, rows, flags, texts = (
