@@ -201,8 +201,8 @@ class Distributed(Changing[Processes]):
         state = self.run_state
         complete = state.observed == self._steps - len(state.unseen) and not state.between_phases
         complete = complete and not (self._definition.stream and state.unseen)  # its epochs are known where it is drawn
-        told = {"step": self._steps if self._whole else None, "open": complete, "each": self._on_each}
-        return self._world.agree_anew(told, self._least)
+        how_stopped = {"step": self._steps if self._whole else None, "open": complete, "each": self._on_each}
+        return self._world.agree_anew(how_stopped, self._least)
 
     def _entered(self, chosen: dict[str, Any] | None) -> tuple[Any, Processes]:
         """Begin the first incarnation, or the one that was agreed on, or a later one if members fall meanwhile."""

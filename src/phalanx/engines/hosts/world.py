@@ -154,12 +154,12 @@ class World:
         if self.odd_one(bytes([sees])) is None and sees:
             self.members.folder = self._run_dir
 
-    def agree_anew(self, told: dict[str, Any], least: int) -> dict[str, Any]:
+    def agree_anew(self, how_stopped: dict[str, Any], least: int) -> dict[str, Any]:
         """Agree with the members that are left on the next incarnation.
 
         Parameters
         ----------
-        told : dict
+        how_stopped : dict
             step: how many updates the state here has, None if it is lost; open: whether others may join now; each: how
             many workers a host has.
         least : int
@@ -172,7 +172,7 @@ class World:
         RunError, LeftError
             A member left in a way that ends the run.
         """
-        chosen = self.members.agree(told, functools.partial(self._proposed, least), self.seconds)
+        chosen = self.members.agree(how_stopped, functools.partial(self._proposed, least), self.seconds)
         if (final := self.members.final) is not None:
             rank, (way, why) = final
             raise ERRORS.get(way, RunError)(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
