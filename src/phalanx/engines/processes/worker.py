@@ -24,7 +24,7 @@ from phalanx.definition.fields import unpacked
 from phalanx.engines.gradients import Gradients
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.link import ArenaLink
-from phalanx.engines.processes.messages import DriverChannel, as_told
+from phalanx.engines.processes.messages import DriverChannel, sendable
 from phalanx.engines.processes.ranks import HostRankLink, RankLink
 from phalanx.engines.processes.serialization import adopt_environment, remarked, unpack
 from phalanx.engines.reading import taken
@@ -59,7 +59,7 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
         worker.take(orders)
         give_back()  # the model as it was made, before it moved into the arena
     except Exception as error:
-        caller.tell("failed", *as_told(remarked(error)))
+        caller.tell("failed", *sendable(remarked(error)))
         return
     caller.tell("ready")
     with worker.environment:
@@ -165,7 +165,7 @@ class Worker:
                 self._fail()
             except BaseException as error:  # sys.exit() in user code, too
                 self._fail()
-                self._caller.tell("error", *as_told(error), self._step)
+                self._caller.tell("error", *sendable(error), self._step)
             sys.stdout.flush()
             order()
 
@@ -201,7 +201,7 @@ class Worker:
             commit(self._framework, self._link, t, proposal)
         except BaseException as error:
             if not isinstance(error, Trouble):
-                self._caller.tell("torn", *as_told(error), t)
+                self._caller.tell("torn", *sendable(error), t)
             raise Trouble from error
         self._come_to(t + 1)
         failed = None
@@ -209,7 +209,7 @@ class Worker:
             self._framework.schedule(proposal.loss)
         except Exception as error:
             self._fail()
-            self._caller.tell("unscheduled", *as_told(error), t)
+            self._caller.tell("unscheduled", *sendable(error), t)
             failed = error
         if self._number == 0:
             ended = time.perf_counter()
