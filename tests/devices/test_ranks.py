@@ -559,8 +559,10 @@ def in_order_of_arrival(patch):
 
 def folded_at_the_wrong_offset(patch):
     """Every worker takes its slice for the first one."""
-    fold = ranks.fold_runs
-    patch.setattr(ranks, "fold_runs", lambda mean, rows, runs, _, **how: fold(mean, rows, runs, 0, **how))
+    fold = ranks.fold_stretches
+    patch.setattr(
+        ranks, "fold_stretches", lambda mean, rows, stretches, _, **how: fold(mean, rows, stretches, 0, **how)
+    )
 
 
 def buckets_in_one_room(patch):

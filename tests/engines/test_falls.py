@@ -492,14 +492,14 @@ def test_no_worker_is_late_under_a_debugger(monkeypatch):
 
 def test_a_long_evaluation_does_not_count_as_hung(monkeypatch):
     """Each chunk takes less than the deadline, all of them more, by a clock that chunks move: nobody is ended."""
-    now, last, expired = [0.0], [b""], failures.Watch.expired
+    now, last, expired = [0.0], [b""], failures.HangWatch.expired
 
     def timed(self, progress, *, starting):
         now[0] += 1.5 * (progress != last[0])
         last[0] = progress
         return expired(self, progress, starting=starting)
 
-    monkeypatch.setattr(failures.Watch, "expired", timed)
+    monkeypatch.setattr(failures.HangWatch, "expired", timed)
     clock = types.SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
     monkeypatch.setattr(failures, "time", clock)
     with FAMILIES["mlp"].recipe(4).start(workers=2, engine="processes", deadline_seconds=2.0) as run:

@@ -72,7 +72,7 @@ class Csv:
         files.replace(self._csv, lambda file: file.write(text))
         self._held.let_go()
         self._held, self._columns = Held(), columns
-        self._log = files.Log(self._held.add(files.open_log(self._csv)))
+        self._log = files.LineFile(self._held.add(files.open_log(self._csv)))
 
 
 def _text(columns: list[str], rows: Sequence[Mapping[str, Any]]) -> bytes:

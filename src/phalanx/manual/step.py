@@ -159,7 +159,7 @@ def data_parallel_step(
 
 
 @dataclass(slots=True)
-class Work:
+class ReplicaWork:
     """One replica with its share of the batch, and what it computed: None for an empty share."""
 
     replica: int
@@ -217,12 +217,14 @@ def _rows(array: Any, start: int, end: int) -> Any:
     return array[np.arange(start, end)]
 
 
-def _work(definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share) -> Work:
+def _work(
+    definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share
+) -> ReplicaWork:
     feed = DeviceFeed(Given(), next(model.parameters()).device, ahead=False)
-    return Work(replica, Lane(definition, model, feed.batch, Buffers(model), ambiguous, later=True), share)
+    return ReplicaWork(replica, Lane(definition, model, feed.batch, Buffers(model), ambiguous, later=True), share)
 
 
-def _compute(works: Sequence[Work]) -> None:
+def _compute(works: Sequence[ReplicaWork]) -> None:
     """Give all devices their work, replica by replica; none is waited for."""
     torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
     with interrupts.held(), interrupts.user_code(), plain_autograd():
@@ -231,7 +233,7 @@ def _compute(works: Sequence[Work]) -> None:
                 work.computed = work.lane.gradient(Todo(work.replica, 0, work.share, 1.0))
 
 
-def _average(works: Sequence[Work], algorithm: str) -> float:
+def _average(works: Sequence[ReplicaWork], algorithm: str) -> float:
     """Average what was computed into ``.grad`` of every replica; the mean loss, once the devices are done."""
     known = share_weights([len(work.share.samples) for work in works])
     parts = [_part(work, weight, len(works)) for work, weight in zip(works, known, strict=True)]
@@ -253,7 +255,7 @@ def _average(works: Sequence[Work], algorithm: str) -> float:
     return loss
 
 
-def _part(work: Work, known: float, replicas: int) -> Part:
+def _part(work: ReplicaWork, known: float, replicas: int) -> Part:
     computed = work.computed
     if computed is None:
         return ABSENT
@@ -262,7 +264,7 @@ def _part(work: Work, known: float, replicas: int) -> Part:
     return weighed(computed.loss, weight, known, len(work.share.samples), replicas)
 
 
-def _check_finite(work: Work, loss: float) -> None:
+def _check_finite(work: ReplicaWork, loss: float) -> None:
     """Elements are looked at only where a mean is not finite, since its norm may merely overflow."""
     gradient = (work.computed and work.computed.gradient) or []
     if math.isfinite(loss) and arithmetic.finite(gradient):
@@ -275,7 +277,7 @@ def _check_finite(work: Work, loss: float) -> None:
     )
 
 
-def _settle(works: Sequence[Work]) -> None:
+def _settle(works: Sequence[ReplicaWork]) -> None:
     """Settle buffers by the recipe's rule on the first replica, and copy those bytes to the others."""
     first = works[0].lane.buffers.starts
     if not first:

@@ -32,7 +32,7 @@ NAMED: Final = Part._fields.index("named")
 NOTE: Final = 1024  # bytes for named losses: 8 of them, with names of 62 characters
 
 
-class Parts:
+class PartRows:
     """A row of numbers for each replica of the present step; written by the worker that hosts the replica.
 
     The text of named losses is apart, in ``notes``: without such losses that memory is never touched.
@@ -174,7 +174,7 @@ class Counters:
     ----------
     workers : list of WorkerCounters
         The words of each.
-    parts : Parts
+    parts : PartRows
         Of the replicas in the present step.
     reports : Reports
         Of finished steps; written by the first worker.
@@ -223,7 +223,7 @@ class Counters:
         rows = PART * replicas
         ring = rows + (REPORT + TOLD * replicas) * RING
         notes = floats[ring + workers :].cast("B")
-        self.parts = Parts(floats[:rows], notes)
+        self.parts = PartRows(floats[:rows], notes)
         self.reports = Reports(floats[rows:ring], notes[replicas * NOTE :])
         self.sums = floats[ring : ring + workers]
         self.workers = [WorkerCounters(line) for line in self._lines[len(WRITERS) :]]

@@ -264,7 +264,7 @@ def _state_rows(state: Sequence[StatePiece], workers: int, take: Take) -> list[l
     return [first, *others]
 
 
-class Plan:
+class ArenaPlan:
     """Where everything lies, for one placement of one model.
 
     Parameters

@@ -26,7 +26,7 @@ from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
 from phalanx.shared.inputs import MOST, Inputs
-from phalanx.shared.layout import Plan
+from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.memory import Memories, Memory, check_room
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
@@ -68,7 +68,7 @@ class Processes:
         self.ended, self.closed, self.lost, self._fetched = "", False, False, -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
         self._decay = self._averages()
-        plan = Plan(framework.sharing, placement)
+        plan = ArenaPlan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = Memories(*(Memory(0) for _ in Memories._fields))
         with contextlib.ExitStack() as undo:
@@ -100,7 +100,7 @@ class Processes:
             self.check_able()
         return self._framework.sharing.averages.named()
 
-    def _begin(self, plan: Plan, placement: Placement, memories: Memories, readers: int) -> None:
+    def _begin(self, plan: ArenaPlan, placement: Placement, memories: Memories, readers: int) -> None:
         memories.arena.grow(plan.size)
         memories.base.grow(plan.layout.base)
         mapped = memories.arena.map()

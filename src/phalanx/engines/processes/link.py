@@ -19,14 +19,14 @@ from phalanx.plan.lifecycle import Phase
 from phalanx.seams import Arrays, Framework, Order, SharedState
 from phalanx.seams.records import Part, Vector
 from phalanx.shared.counters import LEAVE, Barrier
-from phalanx.shared.layout import OWNED, Layout, Plan
+from phalanx.shared.layout import OWNED, ArenaPlan, Layout
 from phalanx.shared.state import Shard
 
 PATTERNS = 64  # cached sets of present gradients; a mixture of experts may have more, which are then found anew
 
 
 @dataclass(slots=True)
-class Held:
+class HeldVector:
     """A vector that this worker holds: its number among those that it can hold, and its entries."""
 
     number: int
@@ -142,7 +142,7 @@ class ArenaLink:
     ----------
     framework : Framework
     shard : Shard
-    plan : Plan
+    plan : ArenaPlan
     placement : Placement
     arena : mmap.mmap
     barrier : Barrier
@@ -165,7 +165,7 @@ class ArenaLink:
         self,
         framework: Framework,
         shard: Shard,
-        plan: Plan,
+        plan: ArenaPlan,
         placement: Placement,
         arena: mmap.mmap,
         barrier: Barrier,
@@ -195,11 +195,11 @@ class ArenaLink:
         self._begin_fold()
 
     def _begin_fold(self) -> None:
-        self._fold: Fold[Held] = Fold(self._replicas, self._add)
+        self._fold: Fold[HeldVector] = Fold(self._replicas, self._add)
         self._aim()
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        self._fold.push(replica, None if gradient is None else Held(self._free, gradient))
+        self._fold.push(replica, None if gradient is None else HeldVector(self._free, gradient))
         if samples:
             self._shard.leave(replica, buffers)
         self._count(self._done + 1)
@@ -295,9 +295,9 @@ class ArenaLink:
                     views[-1] = [entry if there else None for entry, there in entries]
         return views, union(masks)
 
-    def _add(self, left: Held, right: Held) -> Held:
+    def _add(self, left: HeldVector, right: HeldVector) -> HeldVector:
         homes = self.slots.destinations(left.number)
-        return Held(left.number, self.slots.add_into(left.vector, right.vector, homes))
+        return HeldVector(left.number, self.slots.add_into(left.vector, right.vector, homes))
 
     def _aim(self) -> None:
         """Have the next replica's gradient written where no vector lies that is still needed."""

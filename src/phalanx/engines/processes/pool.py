@@ -24,7 +24,7 @@ from typing import Any
 from phalanx.definition import checks
 from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
 from phalanx.engines.processes.starter import WARM
-from phalanx.engines.recovery.failures import Deadline, FailureLog, Watch
+from phalanx.engines.recovery.failures import Deadline, FailureLog, HangWatch
 from phalanx.errors import LostError, StartError
 from phalanx.plan.lifecycle import Cause, Phase, judge
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
@@ -335,7 +335,7 @@ class WorkerPool:
         """Wait until ``until()``; ``steps``: how many finished steps are worth waking up for."""
         counters, done = self.counters, False
         counters.awaited = steps
-        watch = Watch(self._deadline)
+        watch = HangWatch(self._deadline)
         while not done:
             self._check_interrupted()
             counters.asleep = 1

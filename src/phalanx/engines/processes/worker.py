@@ -37,7 +37,7 @@ from phalanx.seams import Framework
 from phalanx.seams.records import Todo, Weights
 from phalanx.shared.counters import BATCH, LEAVE, STEPS, Barrier
 from phalanx.shared.inputs import Inputs
-from phalanx.shared.layout import Plan
+from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.memory import Memories, Memory, fence, give_back, order
 from phalanx.shared.state import CopiedShard, Shard
 from phalanx.step import Proposal, commit, following, measure
@@ -97,7 +97,7 @@ class Worker:
     def _share(self, memories: Memories, setup: dict[str, Any]) -> None:
         if setup["averaging"] is not None:
             self._framework.sharing.averaging = setup["averaging"], None
-        plan = Plan(self._framework.sharing, self._placement, setup["contents"])
+        plan = ArenaPlan(self._framework.sharing, self._placement, setup["contents"])
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
                 "make_model returned another model in a worker process than in this one; it must return the same "

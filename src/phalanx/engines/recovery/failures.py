@@ -62,7 +62,7 @@ class Deadline:
         return max(PATIENCE, SLOWER * statistics.median(self._recent)) if self._recent else FIRST_PATIENCE
 
 
-class Watch:
+class HangWatch:
     """Notices that nothing has changed for too long. Time in which this process was stopped does not count."""
 
     def __init__(self, deadline: Deadline) -> None:
