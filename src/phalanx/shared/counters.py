@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from phalanx.errors import Trouble
-from phalanx.plan.lifecycle import Phase, Progress
+from phalanx.plan.lifecycle import Progress, Stage
 from phalanx.seams.records import Part, packed
 from phalanx.shared.memory import order
 
@@ -107,8 +107,8 @@ WRITERS: Final = ({PARENT}, {PARENT}, {PARENT, 0}, set[int]())  # of each line b
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants: planned steps, a step on a batch that the caller brought, a task
 GO_ON, BEGIN_NO_STEP, LEAVE = 0, 1, 2  # pauses; LEAVE: also a step that is being computed, between two replicas
-PHASES: Final = len(Phase)
-PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that they are read together
+STAGES: Final = len(Stage)
+PROGRESS: Final = 3  # the word that says how far a worker is: step and stage in one, so that they are read together
 
 
 def word_count(workers: int) -> int:
@@ -148,15 +148,15 @@ class WorkerCounters:
     def __init__(self, words: Any) -> None:
         self._words, self._lines = words, [words]
 
-    def reach(self, step: int, phase: Phase) -> None:
-        """Note that the worker comes to a phase of a step."""
-        self._words[PROGRESS] = step * PHASES + phase
+    def reach(self, step: int, stage: Stage) -> None:
+        """Note that the worker comes to a stage of a step."""
+        self._words[PROGRESS] = step * STAGES + stage
 
     @property
     def progress(self) -> Progress:
         """Where it is, or was when it ended."""
-        step, phase = divmod(self._words[PROGRESS], PHASES)
-        return Progress(step, Phase(phase))
+        step, stage = divmod(self._words[PROGRESS], STAGES)
+        return Progress(step, Stage(stage))
 
 
 class Counters:
@@ -303,11 +303,11 @@ class Barrier:
     def enter(self, step: int) -> None:
         """Come to the beginning of a step."""
         self.step = step
-        self.at(Phase.SAVING)
+        self.at(Stage.SAVING)
 
-    def at(self, phase: Phase) -> None:
-        """Come to a phase of the step."""
-        self._own.reach(self.step, phase)
+    def at(self, stage: Stage) -> None:
+        """Come to a stage of the step."""
+        self._own.reach(self.step, stage)
 
     def wait(self) -> None:
         """Wait until all workers are here.

@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.definition.data import Share
 from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold, Placement, added, most_held
-from phalanx.plan.lifecycle import Phase
+from phalanx.plan.lifecycle import Stage
 from phalanx.seams import Arrays, Framework, Order, SharedState
 from phalanx.seams.records import Part, Vector
 from phalanx.shared.counters import LEAVE, Barrier
@@ -191,7 +191,7 @@ class ArenaLink:
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         self._count(0)
-        self._barrier.at(Phase.COMPUTING)
+        self._barrier.at(Stage.COMPUTING)
         self._begin_fold()
 
     def _begin_fold(self) -> None:
@@ -210,9 +210,9 @@ class ArenaLink:
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         self._counters.parts.write(self.blocks[self._worker].start, parts, self._framework.options_checksum)
         self._mine = self._publish()
-        self._barrier.at(Phase.COMPUTED)
+        self._barrier.at(Stage.COMPUTED)
         self._barrier.wait()
-        self._barrier.at(Phase.FOLDING)
+        self._barrier.at(Stage.FOLDING)
         self.parts = [Part._make(row) for row in self._counters.parts.read()]
         return self.parts
 
@@ -224,7 +224,7 @@ class ArenaLink:
         return self.slots.state.norm(gradient, self._meet, self.there), parts
 
     def _meet(self) -> None:
-        self._barrier.at(Phase.FOLDED)
+        self._barrier.at(Stage.FOLDED)
         self._barrier.wait()
 
     def all_true(self, opinion: bool) -> bool:
@@ -233,13 +233,13 @@ class ArenaLink:
         return all(worker.opinion for worker in self._counters.workers)
 
     def commit(self, step: int, gradient: Vector | None) -> None:
-        self._barrier.at(Phase.UPDATING)
+        self._barrier.at(Stage.UPDATING)
         if gradient is not None:
             buffers = self._left() if self._worker == 0 else None
             self._shard.frozen.thaw(step, gradient)
             self._framework.update(step, gradient, buffers)
             self._shard.settle()
-        self._barrier.at(Phase.UPDATED)
+        self._barrier.at(Stage.UPDATED)
         self._barrier.wait()
 
     def _left(self) -> list[tuple[int, Any]]:

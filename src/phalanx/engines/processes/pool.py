@@ -26,7 +26,7 @@ from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, e
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.recovery.failures import Deadline, FailureLog, HangWatch
 from phalanx.errors import LostError, StartError
-from phalanx.plan.lifecycle import Cause, Phase, judge
+from phalanx.plan.lifecycle import Cause, Stage, judge
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
 from phalanx.shared.memory import Memories, fence, order
 from phalanx.surroundings import interrupts, presence
@@ -349,7 +349,7 @@ class WorkerPool:
 
     def _in_user_code(self, number: int) -> bool:
         """Whether a worker may be in the user's code: it computes, and waits for nobody."""
-        computing = self.counters.progress()[number].phase <= Phase.COMPUTING
+        computing = self.counters.progress()[number].stage <= Stage.COMPUTING
         return (self.counters.kind == TASK or computing) and not self.counters.idle(number)
 
     def _check_interrupted(self) -> None:
