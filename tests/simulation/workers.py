@@ -310,7 +310,7 @@ class Noted(counters.Reports):
         super().correct_end(step, ended)
 
 
-def pack_recipe(definition, name, environment, parcel, facts):
+def pack_recipe(definition, name, environment, recipe_memory, facts):
     """In place of that of ``serialization``: the recipe itself stays where it is."""
     pack({"threads": 1}, environment)
-    pack(facts, parcel)
+    pack(facts, recipe_memory)

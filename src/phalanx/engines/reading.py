@@ -33,12 +33,12 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     caller = DriverChannel(channel)
     warnings.showwarning = lambda *_: None
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the caller's
-    environment_memory, parcel, memory = (Memory(0, fd) for fd in memories)
+    environment_memory, recipe_memory, memory = (Memory(0, fd) for fd in memories)
     try:
         environment = unpack(environment_memory)
         adopt_environment(environment)
         with starting(environment["threads"]):
-            setup = unpack(parcel)
+            setup = unpack(recipe_memory)
             definition = unpacked(setup)
         surroundings, collate = reading(environment["framework"], definition)
         with surroundings:

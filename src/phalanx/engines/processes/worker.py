@@ -67,7 +67,7 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
 
 
 class Worker:
-    """The state of worker ``number``; ``setup`` is the caller's parcel."""
+    """The state of worker ``number``; ``setup`` is what the caller wrote to the recipe's memory."""
 
     def __init__(self, caller: DriverChannel, setup: dict[str, Any], memories: Memories, number: int) -> None:
         warnings.showwarning = self._pass_on
