@@ -102,7 +102,7 @@ def decoded(value: Any, find: Callable[[Any, str], Any], path: str) -> Any:
     raise ValueError(f"{path} is of an unknown kind: {kind!r}")
 
 
-def apart(values: Mapping[str, Any], taken: Iterable[str]) -> dict[str, Any]:
+def distinct_names(values: Mapping[str, Any], taken: Iterable[str]) -> dict[str, Any]:
     """What was evaluated, by name: "evaluation/loss" where ``taken`` has another "loss"."""
     known = set(taken)
     return {f"evaluation/{name}" if name in known else name: value for name, value in values.items()}
