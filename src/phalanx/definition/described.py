@@ -32,7 +32,7 @@ PHASE = ("name", "chosen", "every", "loss_takes")
 # A finished run can be extended by steps and epochs; the others are described in their own way.
 ELSEWHERE = ("steps", "epochs", "phases", "weights", *CODE, *OPTIONS)
 MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes
-TOLD = 8  # differences of a kind that are listed
+LISTED = 8  # differences of a kind that are listed
 GLOBAL, READS = " (its global ", "code "
 DIFFERENTLY = "reads differently"
 SIDES = "here", "there"
@@ -246,7 +246,7 @@ def _between(mine: Mapping[str, str], theirs: Mapping[str, str], sides: tuple[st
         for name, pair in changed.items()
         if "absent" not in pair or not any(name.startswith(above) for above in changed if above != name)
     ]
-    return differences[:TOLD] + [f"and {len(differences) - TOLD} more"] * (len(differences) > TOLD)
+    return differences[:LISTED] + [f"and {len(differences) - LISTED} more"] * (len(differences) > LISTED)
 
 
 def _common(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

@@ -26,7 +26,7 @@ from phalanx.shared.memory import order
 
 RING: Final = 1024  # reports that the parent may be behind
 REPORT: Final = 7  # length of named losses; loss, norm, lr, samples, started, ended; then loss, weight of each replica
-TOLD: Final = 2  # numbers of each replica in a report
+OF_REPLICA: Final = 2  # numbers of each replica in a report
 PART: Final = len(Part._fields)  # of a row; of named losses it has their length
 NAMED: Final = Part._fields.index("named")
 NOTE: Final = 1024  # bytes for named losses: 8 of them, with names of 62 characters
@@ -118,7 +118,7 @@ def word_count(workers: int) -> int:
 
 def float_count(workers: int, replicas: int) -> int:
     """Floats that parts of replicas, reports, and checksums of workers take; then texts of replicas and reports."""
-    return PART * replicas + (REPORT + TOLD * replicas) * RING + workers + NOTE // 8 * (replicas + RING)
+    return PART * replicas + (REPORT + OF_REPLICA * replicas) * RING + workers + NOTE // 8 * (replicas + RING)
 
 
 def word(index: int, doc: str) -> Any:
@@ -221,7 +221,7 @@ class Counters:
         self._floats = floats
         self._replicas = replicas
         rows = PART * replicas
-        ring = rows + (REPORT + TOLD * replicas) * RING
+        ring = rows + (REPORT + OF_REPLICA * replicas) * RING
         notes = floats[ring + workers :].cast("B")
         self.parts = PartRows(floats[:rows], notes)
         self.reports = Reports(floats[rows:ring], notes[replicas * NOTE :])

@@ -262,10 +262,10 @@ class Distributed(Changing[Processes]):
         what = [("lost", rank, why) for rank, why in lost.items()]
         what += [("joined", rank, f"{self._world.named(rank)} has joined") for rank in chosen["joined"]]
         for kind, rank, why in what or [("again", -1, error)]:
-            told = f"{why}; went on after {pause:.2f} s, processes: {self._world.size}"
-            self.run_state.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], told))
+            text = f"{why}; went on after {pause:.2f} s, processes: {self._world.size}"
+            self.run_state.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], text))
             if self.run_state.leads:
-                checks.warn(f"step {chosen['step']}: {told}")
+                checks.warn(f"step {chosen['step']}: {text}")
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""

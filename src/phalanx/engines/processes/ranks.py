@@ -146,8 +146,8 @@ class RankLink(ArenaLink):
 
     def _compare(self, norm: float) -> None:
         """Meet the other workers, and see that all have the same gradient."""
-        told = float(zlib.crc32(f"{norm} {self._weights}".encode())) if self._due else norm
-        self._counters.sums[self._worker] = told
+        published = float(zlib.crc32(f"{norm} {self._weights}".encode())) if self._due else norm
+        self._counters.sums[self._worker] = published
         self._meet()
         came = list(map(repr, self._counters.sums.tolist()))
         if len(set(came)) > 1:

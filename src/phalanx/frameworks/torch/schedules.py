@@ -41,7 +41,7 @@ PURE = (  # those of torch without functions of the user's, which might draw ran
     lr_scheduler.CosineAnnealingWarmRestarts, lr_scheduler.OneCycleLR, lr_scheduler.LinearLR, ReduceLROnPlateau,
 )  # fmt: skip
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-APART = (torch.nn.Parameter, torch.nn.Module, *GENERATORS)  # each process has its own
+PER_PROCESS = (torch.nn.Parameter, torch.nn.Module, *GENERATORS)  # each process has its own
 
 
 class Schedules:
@@ -172,7 +172,7 @@ class Schedules:
         """
         groups = [[_options(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
         states = [
-            {key: value for key, value in scheduler.state_dict().items() if not _apart(value)}
+            {key: value for key, value in scheduler.state_dict().items() if not _per_process(value)}
             for scheduler in self._schedulers
         ]
         states += [] if self._epoch_ended is None else [dict(self._counted)]
@@ -206,10 +206,10 @@ def _plain(value: Any) -> Any:
 ENCODE = json.JSONEncoder(default=_plain, skipkeys=True).encode
 
 
-def _apart(value: Any) -> bool:
+def _per_process(value: Any) -> bool:
     """Whether a value is, or contains, what each process has of its own."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-    return isinstance(value, APART) or any(map(_apart, inner))
+    return isinstance(value, PER_PROCESS) or any(map(_per_process, inner))
 
 
 def _homes(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[int, int]:
