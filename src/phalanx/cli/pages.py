@@ -64,14 +64,12 @@ class History:
     @functools.cached_property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
-        evaluated = {
-            step: distinct_names(line.get("metrics", {}), (LOSS, *BESIDE)) for step, line in self.steps.items()
-        }
-        names = [*(name for values in evaluated.values() for name in values), *sorted(self.losses())]
+        metrics = {step: distinct_names(line.get("metrics", {}), (LOSS, *BESIDE)) for step, line in self.steps.items()}
+        names = [*(name for values in metrics.values() for name in values), *sorted(self.losses())]
         curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *BESIDE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
-            for key, value in ({RATE: rate} | line | evaluated[step] | line.get("losses", {})).items():
+            for key, value in ({RATE: rate} | line | metrics[step] | line.get("losses", {})).items():
                 if key in curves and isinstance(value, (int, float)) and math.isfinite(value):
                     curves[key].append((step, float(value)))
         return curves

@@ -268,9 +268,7 @@ class Supervisor:
             pack({"task": "hand_over", "source": source}, self._mailbox, reduced)
             self._pool.grant(TASK)
             self._pool.wait(lambda: self._counters.all_idle(self._pool.alive) or set(self._failures.dead) != dead, LONG)
-            results = [
-                message for message in self._pool.messages if message.worker == source and message.kind == "result"
-            ]
+            results = [item for item in self._pool.messages if item.worker == source and item.kind == "result"]
             if set(self._failures.dead) != dead:
                 return False
             if results:
