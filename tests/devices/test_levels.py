@@ -104,14 +104,14 @@ def test_two_levels_have_the_folds_bits(replicas, workers, count):
 
 def in_order_of_hosts(exchange):
     """Sums are added from the last host to the first, whatever the tree says: planted."""
-    last, runs = exchange._among[-1], exchange._runs
+    last, sums = exchange._among[-1], exchange._sums
     chain = [(0, at) for at in range(len(last.sums) - 1, 0, -1)]
 
     def planted(masks, places, level, group):
-        found = runs(masks, places, level, group)
-        return [run._replace(additions=chain) for run in found] if level is last else found
+        stretches = sums(masks, places, level, group)
+        return [stretch._replace(additions=chain) for stretch in stretches] if level is last else stretches
 
-    exchange._runs = planted
+    exchange._sums = planted
 
 
 def test_another_order_between_hosts_is_seen():

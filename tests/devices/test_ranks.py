@@ -26,7 +26,7 @@ from phalanx.engines.processes.worker import Worker
 from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.frameworks.torch import accelerators
 from phalanx.frameworks.torch.adapter import Torch
-from phalanx.plan.lifecycle import Phase
+from phalanx.plan.lifecycle import Stage
 from phalanx.shared.layout import Spec
 from tests.by_hand import answer
 from tests.devices.planting import Planted
@@ -559,8 +559,10 @@ def in_order_of_arrival(patch):
 
 def folded_at_the_wrong_offset(patch):
     """Every worker takes its slice for the first one."""
-    fold = ranks.fold_runs
-    patch.setattr(ranks, "fold_runs", lambda mean, rows, runs, _, **how: fold(mean, rows, runs, 0, **how))
+    fold = ranks.fold_stretches
+    patch.setattr(
+        ranks, "fold_stretches", lambda mean, rows, stretches, _, **how: fold(mean, rows, stretches, 0, **how)
+    )
 
 
 def buckets_in_one_room(patch):
@@ -1027,7 +1029,7 @@ class Unannounced(Trapped):
         def late(worker, step, *facts):
             if step == trap.step and once(trap.folder, "unannounced"):
                 end, others = time.monotonic() + 1, worker._counters.workers[1:]
-                while time.monotonic() < end and any(other.progress.phase < Phase.UPDATED for other in others):
+                while time.monotonic() < end and any(other.progress.stage < Stage.UPDATED for other in others):
                     time.sleep(0.001)
                 strike(signal.SIGKILL)
             announce(worker, step, *facts)

@@ -10,10 +10,10 @@ import os
 import pathlib
 import signal
 
-from phalanx.plan.lifecycle import Phase
+from phalanx.plan.lifecycle import Stage
 
 HALVES = ("half saved", "half updated")  # beside the points, which lie between two things
-PLACES = (*(point.name for point in Phase), *HALVES)
+PLACES = (*(point.name for point in Stage), *HALVES)
 
 
 def once(folder, name):
@@ -64,10 +64,10 @@ class Trapped:
 
         trap, at = self, Barrier.at
 
-        def watched(barrier, phase):
-            at(barrier, phase)
+        def watched(barrier, stage):
+            at(barrier, stage)
             trap.seen = (barrier.worker, barrier.step)
-            if trap.place == phase.name:
+            if trap.place == stage.name:
                 trap.spring()
 
         Barrier.at = watched

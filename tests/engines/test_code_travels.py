@@ -15,7 +15,7 @@ from torch import nn
 
 import phalanx
 from phalanx.surroundings import sources
-from phalanx.surroundings.sources import Finder, Kept
+from phalanx.surroundings.sources import Finder, NotedLoader
 
 LOSS = """
 FACTOR = {factor}
@@ -169,7 +169,7 @@ def test_a_file_that_is_as_it_was_is_loaded_as_ever(folder):
     finder = Finder({"loss_of_these": source})
     assert type(finder.find_spec("loss_of_these").loader) is SourceFileLoader
     write(folder / "loss_of_these.py", LOSS, factor=3.0, power=2)
-    assert type(finder.find_spec("loss_of_these").loader) is Kept
+    assert type(finder.find_spec("loss_of_these").loader) is NotedLoader
     assert finder.find_spec("json") is finder.find_spec("torch") is Finder({}).find_spec("loss_of_these") is None
 
 

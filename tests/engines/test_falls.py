@@ -107,16 +107,16 @@ def test_deaths_in_a_replay(tmp_path, wanted):
 def test_deaths_while_the_state_is_taken_back(tmp_path, wanted, monkeypatch, whom):
     """After a broken update, workers die when replacements are there but nobody has the old state yet."""
     recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, "half updated"))
-    told, struck = Supervisor._told, []
+    done_by_all, struck = Supervisor._done_by_all, []
 
     def fatal(supervisor, task, facts):
         if task == "take" and len(struck) < 2:
             struck.append(run.worker_pids)
             for pid in struck[-1] if whom == "all" else [pid for pid in struck[-1] if pid in before]:
                 os.kill(pid, signal.SIGKILL)
-        return told(supervisor, task, facts)
+        return done_by_all(supervisor, task, facts)
 
-    monkeypatch.setattr(Supervisor, "_told", fatal)
+    monkeypatch.setattr(Supervisor, "_done_by_all", fatal)
     with recipe.start(workers=3, engine="processes") as run:
         before = run.worker_pids
         run.finish()
@@ -128,15 +128,15 @@ def test_deaths_while_the_state_is_taken_back(tmp_path, wanted, monkeypatch, who
 @pytest.mark.parametrize("flipped", [False, True])
 def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped):
     """A bit of it flips before it is needed: the run ends with an error that says so; without, it goes on."""
-    told = Supervisor._told
+    done_by_all = Supervisor._done_by_all
 
     def flip(supervisor, task, facts):
         if task == "take" and flipped:
             mirror = supervisor._mirror  # planted
             mirror._arena[mirror._layout.snapshot[0][0]] ^= 4  # planted
-        return told(supervisor, task, facts)
+        return done_by_all(supervisor, task, facts)
 
-    monkeypatch.setattr(Supervisor, "_told", flip)
+    monkeypatch.setattr(Supervisor, "_done_by_all", flip)
     recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, "half updated"))
     if flipped:
         with pytest.raises(phalanx.RunError, match="snapshot in memory is damaged, or"):
@@ -149,16 +149,16 @@ def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped)
 @pytest.mark.parametrize(("place", "task"), [("COMPUTING", "resume"), ("UPDATED", "resume"), ("half updated", "take")])
 def test_a_repair_that_ctrl_c_breaks_off_is_finished(tmp_path, wanted, monkeypatch, place, task):
     """Ctrl-C when the replacement is there and nobody was told: the next call tells them, and goes on."""
-    told, struck = Supervisor._told, []
+    done_by_all, struck = Supervisor._done_by_all, []
 
     def interrupted(supervisor, kind, facts):
         if kind == task and not struck:
             struck.append(kind)
             raise KeyboardInterrupt
-        return told(supervisor, kind, facts)
+        return done_by_all(supervisor, kind, facts)
 
     monkeypatch.setattr(Supervisor, "_joined", lambda supervisor: False)  # nobody steps in: all leave the step
-    monkeypatch.setattr(Supervisor, "_told", interrupted)
+    monkeypatch.setattr(Supervisor, "_done_by_all", interrupted)
     with norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, place)).start(workers=3, engine="processes") as run:
         with pytest.raises(KeyboardInterrupt):
             run.finish()
@@ -492,14 +492,14 @@ def test_no_worker_is_late_under_a_debugger(monkeypatch):
 
 def test_a_long_evaluation_does_not_count_as_hung(monkeypatch):
     """Each chunk takes less than the deadline, all of them more, by a clock that chunks move: nobody is ended."""
-    now, last, expired = [0.0], [b""], failures.Watch.expired
+    now, last, expired = [0.0], [b""], failures.HangWatch.expired
 
     def timed(self, progress, *, starting):
         now[0] += 1.5 * (progress != last[0])
         last[0] = progress
         return expired(self, progress, starting=starting)
 
-    monkeypatch.setattr(failures.Watch, "expired", timed)
+    monkeypatch.setattr(failures.HangWatch, "expired", timed)
     clock = types.SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
     monkeypatch.setattr(failures, "time", clock)
     with FAMILIES["mlp"].recipe(4).start(workers=2, engine="processes", deadline_seconds=2.0) as run:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import phalanx
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import place
-from phalanx.shared.layout import Plan
+from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.state import FrozenWeights
 from tests.engines import held_once
 from tests.engines.deaths import PLACES, Trapped, sprung
@@ -419,7 +419,7 @@ def test_what_is_frozen_is_not_counted_as_room_that_a_run_needs():
         made = Adapted(2048)
         made.base.requires_grad_(trained)
         job = phalanx.Recipe(made, (X, X), F.mse_loss, replicas=4, steps=1)
-        touched[trained] = Plan(open_framework(job).sharing, place(4, 2)).layout.touched
+        touched[trained] = ArenaPlan(open_framework(job).sharing, place(4, 2)).layout.touched
     size = 4 * 2048 * 2048
     assert touched[False] < size
     assert touched[True] > 6 * size

@@ -19,7 +19,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import place
 from phalanx.shared import memory
-from phalanx.shared.layout import Plan
+from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.memory import ALIGNMENT, UNLIMITED, Carver, Memory, available_bytes
 from tests.families import FAMILIES
 
@@ -239,7 +239,7 @@ def test_an_arena_that_is_too_large_is_refused_before_anything_starts(monkeypatc
 
 def touched(recipe, workers):
     """Bytes that the check compares."""
-    return Plan(open_framework(recipe).sharing, place(recipe.replicas, workers)).layout.touched
+    return ArenaPlan(open_framework(recipe).sharing, place(recipe.replicas, workers)).layout.touched
 
 
 @pytest.mark.long

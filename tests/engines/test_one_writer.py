@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from phalanx.plan.lifecycle import Phase
+from phalanx.plan.lifecycle import Stage
 from phalanx.shared.counters import PARENT, Counters, float_count, word_count
 from tests.families import FAMILIES
 
@@ -36,9 +36,9 @@ def write_what_is_the_parents():
 
     at = Barrier.at
 
-    def writing(barrier, phase):
-        at(barrier, phase)
-        if phase == Phase.COMPUTED and barrier.worker == 1:
+    def writing(barrier, stage):
+        at(barrier, stage)
+        if stage == Stage.COMPUTED and barrier.worker == 1:
             barrier.counters.pause = 0
 
     Barrier.at = writing
@@ -72,8 +72,8 @@ def test_every_role_can_write_its_own_and_nothing_else():
     }
     assert {name: _who_may(roles, lambda seen, name=name: setattr(seen, name, 1)) for name in writers} == writers
     for number in range(WORKERS):
-        assert _who_may(roles, lambda seen, number=number: seen.workers[number].reach(1, Phase.SAVING)) == {number}
-    assert shared.progress() == [(1, Phase.SAVING)] * WORKERS  # all see the same words
+        assert _who_may(roles, lambda seen, number=number: seen.workers[number].reach(1, Stage.SAVING)) == {number}
+    assert shared.progress() == [(1, Stage.SAVING)] * WORKERS  # all see the same words
 
 
 def _who_may(roles, write):

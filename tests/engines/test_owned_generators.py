@@ -247,7 +247,7 @@ class GlobalNoise(nn.Module):
 
 
 def test_an_evaluation_does_not_bring_other_globals():
-    """A class that an evaluation's parcel has again stays as it is in workers, with the globals that the run seeds."""
+    """A class that an evaluation packs again stays as it is in workers, with the globals that the run seeds."""
 
     def ended(evaluates, **options):
         data = Noisy(GLOBAL.normal)

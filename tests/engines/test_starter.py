@@ -144,7 +144,7 @@ sys.path[:] = {path!r}
 from phalanx.engines.processes import zygote
 def fail(*_):
     raise ValueError("no such thing as /proc")
-zygote.Nursery._answer = fail
+zygote.ForkServer._answer = fail
 zygote.main({arguments})
 """
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from phalanx.definition.batches import own
-from tests.engines.test_parcel import STRIDED
+from tests.engines.test_serialization import STRIDED
 
 
 @pytest.mark.parametrize("name", STRIDED)

@@ -10,11 +10,11 @@ from phalanx.plan.lifecycle import (
     TABLE,
     Action,
     Fallen,
-    Phase,
     Progress,
     Repair,
     Seen,
     Situation,
+    Stage,
     Standing,
     decide,
     joinable,
@@ -36,7 +36,7 @@ class Worker:
 
     def __init__(self, supervisor, number):
         self.supervisor, self.number = supervisor, number
-        self.place = Progress(0, Phase.SAVING)
+        self.place = Progress(0, Stage.SAVING)
         self.arrived = 0
         self.owned, self.half = 0, False  # updates that were written; whether one is being written
         self.saved = (0, False)  # (step, whether it is half written)
@@ -45,19 +45,19 @@ class Worker:
     def life(self):
         """One yield per thing that another worker, or a death, may come between."""
         for step in range(STEPS):
-            self.place = Progress(step, Phase.SAVING)
+            self.place = Progress(step, Stage.SAVING)
             yield
             if self.supervisor.due == step:
                 self.saved = (step, True)
                 yield
                 self.saved = (step, False)
-            for phase in (Phase.COMPUTING, Phase.COMPUTED):
-                self.place = Progress(step, phase)
+            for stage in (Stage.COMPUTING, Stage.COMPUTED):
+                self.place = Progress(step, stage)
                 yield
             yield from self.meet()
-            self.place = Progress(step, Phase.FOLDING)
+            self.place = Progress(step, Stage.FOLDING)
             yield
-            self.place = Progress(step, Phase.FOLDED)
+            self.place = Progress(step, Stage.FOLDED)
             yield
             yield from self.meet()
             if self.number == 0:
@@ -66,13 +66,13 @@ class Worker:
                     yield
                 if step + 1 - self.supervisor.due >= INTERVAL:
                     self.supervisor.due = step + 1
-            self.place = Progress(step, Phase.UPDATING)
+            self.place = Progress(step, Stage.UPDATING)
             yield
             self.half = True
             yield
             self.owned, self.half = step + 1, False
             yield
-            self.place = Progress(step, Phase.UPDATED)
+            self.place = Progress(step, Stage.UPDATED)
             yield
             yield from self.meet()
 
@@ -122,19 +122,19 @@ def check(supervisor):
     assert kept <= verdict.step
 
 
-POINTS = list(itertools.product(range(STEPS), Phase))
+POINTS = list(itertools.product(range(STEPS), Stage))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_death_at_every_point_is_judged_as_what_it_is(count):
-    """Every phase x every worker x many orders in which the others go on: never a torn state taken for a whole one."""
-    for (step, phase), victim in itertools.product(POINTS, range(count)):
+    """Every stage x every worker x many orders in which the others go on: never a torn state taken for a whole one."""
+    for (step, stage), victim in itertools.product(POINTS, range(count)):
         for seed in range(12):
-            rng = random.Random(f"{count} {step} {phase} {victim} {seed}")
+            rng = random.Random(f"{count} {step} {stage} {victim} {seed}")
             delay = iter([False] * rng.randrange(3) + [True])
             supervisor = Wall(count)
-            place = Progress(step, phase)
+            place = Progress(step, stage)
             fallen = supervisor.run(
                 rng, lambda w, v=victim, p=place, d=delay: (w.number, w.place) == (v, p) and next(d, True)
             )
@@ -165,7 +165,7 @@ def test_replacements_join_only_where_everybody_waits_for_them():
         if fallen and joinable(places, fallen):
             joined += 1
             step = places[fallen[0]].step
-            assert all(place < Progress(step, Phase.FOLDING) for place in places)
+            assert all(place < Progress(step, Stage.FOLDING) for place in places)
             assert all(worker.owned == step and not worker.half for worker in supervisor.workers)
     assert joined > 100
 
@@ -210,7 +210,7 @@ judge_of_the_library = judge
 )
 def test_the_table(places, step, torn):
     """By hand: from where everyone stood to how the run goes on."""
-    assert judge([Progress(step, Phase(phase)) for step, phase in places]) == (step, torn)
+    assert judge([Progress(step, Stage(stage)) for step, stage in places]) == (step, torn)
 
 
 class Hands:
@@ -260,20 +260,20 @@ class Hands:
     def do_again(self, decision):
         assert decision.step < self.done
         for worker in self.workers:
-            worker.half, worker.place = True, Progress(decision.step, Phase.UPDATING)
+            worker.half, worker.place = True, Progress(decision.step, Stage.UPDATING)
             if self.rng.random() < 0.1:
                 self.fallen.add(worker.number)
             else:
                 worker.owned, worker.half = decision.step + 1, False
-                worker.place = Progress(decision.step, Phase.UPDATED)
+                worker.place = Progress(decision.step, Stage.UPDATED)
         if not self.fallen:
             for worker in self.workers:
-                worker.place = Progress(decision.step + 1, Phase.SAVING)
+                worker.place = Progress(decision.step + 1, Stage.SAVING)
 
     def tell(self, step, workers, restored=False):
         """Replacements begin at ``step``; then all are told, unless that is broken off or somebody falls."""
         for number in self.fallen:
-            workers[number].place = Progress(step, Phase.SAVING)
+            workers[number].place = Progress(step, Stage.SAVING)
         self.fallen, self.at_work = set(), set()
         for worker in workers:
             if self.rng.random() < 0.1:  # Ctrl-C
@@ -281,7 +281,7 @@ class Hands:
             if self.rng.random() < 0.1:
                 self.fallen.add(worker.number)
                 return
-            worker.place = Progress(step, Phase.SAVING)
+            worker.place = Progress(step, Stage.SAVING)
             if restored:
                 worker.owned, worker.half = step, False
         self.repair = None
@@ -328,11 +328,11 @@ def test_the_table_has_an_answer_for_everything():
 
 
 def seen(*places):
-    """Workers by (step, phase, whether fallen, whether at work)."""
-    return [Seen(Progress(step, phase), fallen, at_work) for step, phase, fallen, at_work in places]
+    """Workers by (step, stage, whether fallen, whether at work)."""
+    return [Seen(Progress(step, stage), fallen, at_work) for step, stage, fallen, at_work in places]
 
 
-C, U, D = Phase.COMPUTING, Phase.UPDATING, Phase.UPDATED
+C, U, D = Stage.COMPUTING, Stage.UPDATING, Stage.UPDATED
 USUAL = {"granted": range(3, 9), "done": 3, "due": 2, "kept": 1, "repair": None, "portable": True}
 
 
@@ -389,7 +389,7 @@ class Copies(Hands):
     def lose(self, decision):
         """Only if the snapshot may have been torn: not all have saved it, and the step before it is done."""
         assert len(self.fallen) == len(self.workers)
-        assert min(worker.place for worker in self.workers) < Progress(self.due, Phase.COMPUTING)
+        assert min(worker.place for worker in self.workers) < Progress(self.due, Stage.COMPUTING)
         assert self.kept < self.due <= max(worker.place for worker in self.workers).step
         raise Broken
 
@@ -408,7 +408,7 @@ def copies_carried_out(seeds=4000):
     for seed in range(seeds):
         rng = random.Random(seed)
         wall = Wall(rng.randint(1, 4))
-        rate, place = rng.choice([(0.02, None), (0.0, Progress(rng.randrange(STEPS), rng.choice(list(Phase))))])
+        rate, place = rng.choice([(0.02, None), (0.0, Progress(rng.randrange(STEPS), rng.choice(list(Stage))))])
 
         def fatal(worker, rng=rng, rate=rate, place=place):
             return rng.random() < rate or (worker.place == place and rng.random() < 0.6)
@@ -447,8 +447,8 @@ def test_a_judge_of_copies_that_is_wrong_is_caught(monkeypatch, fault):
 @pytest.mark.parametrize("portable", [True, False])
 def test_nothing_is_lost_while_a_copy_is_left(places, due, kept, portable):
     """For each place of three workers in a step, and each choice of those that ended: a survivor is enough."""
-    for phases in itertools.product(Phase, repeat=3):
-        run = [Seen(Progress(3, phase), bool(fell), False) for phase, fell in zip(phases, places, strict=True)]
+    for stages in itertools.product(Stage, repeat=3):
+        run = [Seen(Progress(3, stage), bool(fell), False) for stage, fell in zip(stages, places, strict=True)]
         facts = {**USUAL, "granted": range(0), "due": due, "kept": kept, "portable": portable}
         action = decide(Situation(run, **facts, copies=True)).action
         if 0 < sum(places) < 3:

@@ -121,7 +121,7 @@ class Machine:
 
     starts = property(lambda self: [self.state.buffer])
     lr = property(lambda self: float(self.state.option))
-    told = property(lambda self: (self.state.option, self.lr))
+    options_checksum = property(lambda self: (self.state.option, self.lr))
 
     def rewind(self):
         """Gradients leave nothing behind."""

@@ -221,7 +221,7 @@ def late(monkeypatch):
 
     def fewer(content):
         captured, history = unpacked(content)
-        history["losses"], history["told"] = history["losses"][:-1], history.get("told", 1) - 1
+        history["losses"], history["observed"] = history["losses"][:-1], history.get("observed", 1) - 1
         history["reports"] = []
         return captured, history
 

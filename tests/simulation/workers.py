@@ -230,8 +230,8 @@ class Handle:
 
     def heard(self):
         """Messages, and whether there may be more."""
-        told, self.channel.told = self.channel.told, []
-        return [message for message in told if message is not None], not self.readable()
+        sent, self.channel.sent = self.channel.sent, []
+        return [message for message in sent if message is not None], not self.readable()
 
     def wake(self):
         self._host.words.fence()
@@ -258,21 +258,21 @@ class Channel:
     """Both ends of a worker's channel; in place of ``DriverChannel``, too."""
 
     def __init__(self, handle, host):
-        self._handle, self._host, self.told, self.woken = handle, host, [], False
+        self._handle, self._host, self.sent, self.woken = handle, host, [], False
 
     def fileno(self):
         return self
 
     def readable(self):
-        return self.told or self._handle.readable()
+        return self.sent or self._handle.readable()
 
     def tell(self, *message):
         self._host.words.fence()
-        self.told.append(message)
+        self.sent.append(message)
 
     def wake(self):
         self._host.words.fence()
-        self.told.append(None)
+        self.sent.append(None)
 
     def sleep(self, milliseconds):
         self._host.words.fence()
@@ -310,7 +310,7 @@ class Noted(counters.Reports):
         super().correct_end(step, ended)
 
 
-def pack_recipe(definition, name, environment, parcel, facts):
+def pack_recipe(definition, name, environment, recipe_memory, facts):
     """In place of that of ``serialization``: the recipe itself stays where it is."""
     pack({"threads": 1}, environment)
-    pack(facts, parcel)
+    pack(facts, recipe_memory)

@@ -366,7 +366,7 @@ def test_a_disk_that_is_full_at_any_byte(tmp_path, monkeypatch):
     for room in range(sum(map(len, written)) + 1):
         path = tmp_path / str(room)
         descriptor = files.open_log(path)
-        found = files.Log(descriptor)
+        found = files.LineFile(descriptor)
         with monkeypatch.context() as patched:
             disk = Disk(patched, room, most=1 + room % 7)
             for line in written[:3]:

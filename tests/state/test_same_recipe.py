@@ -16,7 +16,7 @@ import phalanx
 from phalanx.checkpoint.chained import NEXT, Behaviour
 from phalanx.definition import plain
 from phalanx.definition.described import compare, described
-from phalanx.definition.plain import told_of_array, told_of_container
+from phalanx.definition.plain import array_summary, container_summary
 from phalanx.definition.reachable import installed
 from tests.exactness.test_phases import recipe as with_phases
 from tests.families import FAMILIES, FEATURES
@@ -297,17 +297,17 @@ def test_every_byte_of_an_array_counts(kind, dtype):
     if kind == "numpy" and dtype == "bfloat16":
         pytest.skip("numpy has none")
     array = torch.zeros(40, 30, dtype=getattr(torch, dtype))
-    told = {told_of(array if kind == "torch" else array.numpy())}
-    assert told == {told_of(array.clone())}
+    told = {summary_of(array if kind == "torch" else array.numpy())}
+    assert told == {summary_of(array.clone())}
     for place in [(0, 0), (17, 3), (39, 29)]:
         other = array.clone()
         other[place] = True
-        told.add(told_of(other if kind == "torch" else other.numpy()))
+        told.add(summary_of(other if kind == "torch" else other.numpy()))
     assert len(told) == 4
 
 
-def told_of(array):
-    return tuple(told_of_array(array))
+def summary_of(array):
+    return tuple(array_summary(array))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -316,14 +316,14 @@ def test_large_arrays_are_sampled(monkeypatch, wide):
     monkeypatch.setattr(plain, "WHOLE_BYTES", 1 << 12)
     monkeypatch.setattr(plain, "SAMPLED_BYTES", 1 << 10)
     array = torch.zeros((9, 4096) if wide else (4096, 3))
-    assert told_of(array)[0].endswith("sampled")
-    told = {told_of(array)}
+    assert summary_of(array)[0].endswith("sampled")
+    told = {summary_of(array)}
     for row in (0, -1):
         other = array.clone()
         other[row] = 1
-        told.add(told_of(other))
+        told.add(summary_of(other))
     assert len(told) == 3
-    assert not told_of(array[:1, :9])[0].endswith("sampled")
+    assert not summary_of(array[:1, :9])[0].endswith("sampled")
 
 
 def test_long_lists_are_sampled(monkeypatch):
@@ -332,7 +332,7 @@ def test_long_lists_are_sampled(monkeypatch):
     monkeypatch.setattr(plain, "SAMPLED_ROWS", 16)
     samples = [(torch.zeros(4), number) for number in range(1000)]
     others = [[(torch.ones(4), 0), *samples[1:]], [*samples[:-1], 1]]
-    told = [told_of_container(given) for given in (samples, *others)]
+    told = [container_summary(given) for given in (samples, *others)]
     assert "sampled" in told[0][0]
     assert len(set(map(tuple, told))) == 3
 

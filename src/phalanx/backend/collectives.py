@@ -66,7 +66,7 @@ def spelled(word: int) -> str:
     return f"{kind}{op} of {size // dtype.itemsize} x {dtype}" + (f" with root {root}" if kind in ROOTED else "")
 
 
-class Rounds:
+class GroupRounds:
     """The rounds of one group, as one rank goes through them.
 
     Parameters
@@ -185,14 +185,14 @@ class Reduction:
             (torch.view_as_real(out) if out.is_complex() else out).div_(self._divisor)
 
 
-def barrier(rounds: Rounds) -> Steps:
+def barrier(rounds: GroupRounds) -> Steps:
     """Nobody goes on before all have come."""
     yield from rounds.come(signature("barrier"))
     rounds.show()
     yield from rounds.see(rounds.others)
 
 
-def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, root: int | None = None) -> Steps:
+def all_reduce(rounds: GroupRounds, flat: torch.Tensor, reduction: Reduction, root: int | None = None) -> Steps:
     """Reduce over all ranks, into every rank's tensor. With a root, only its tensor is written."""
     word = _word("all_reduce" if root is None else "reduce", flat, reduction, root or 0)
     if rounds.size <= 2 or flat.nbytes <= DIRECT or root is not None:
@@ -219,7 +219,7 @@ def all_reduce(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, root: i
             part[start:end].copy_(slots[rank][: end - start])
 
 
-def broadcast(rounds: Rounds, flat: torch.Tensor, root: int) -> Steps:
+def broadcast(rounds: GroupRounds, flat: torch.Tensor, root: int) -> Steps:
     """Every rank ends with what the root has."""
     word = _word("broadcast", flat, root=root)
     for _, part in _pieces(flat, SLOT):
@@ -230,7 +230,7 @@ def broadcast(rounds: Rounds, flat: torch.Tensor, root: int) -> Steps:
 
 
 def all_gather(
-    rounds: Rounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, kind: str = "all_gather", root: int = 0
+    rounds: GroupRounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, kind: str = "all_gather", root: int = 0
 ) -> Steps:
     """Copy what each rank has into ``outputs``. Every rank has some; in a "gather", only the root."""
     word = _word(kind, flat, root=root)
@@ -242,7 +242,7 @@ def all_gather(
             output[start : start + len(part)].copy_(slots[rank])
 
 
-def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Steps:
+def scatter(rounds: GroupRounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Steps:
     """Each rank gets its part of what the root has. Only the root has ``inputs``."""
     word = _word("scatter", flat, root=root)
     for start, part in _pieces(flat, SLOT // rounds.size):
@@ -253,7 +253,9 @@ def scatter(rounds: Rounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], 
         part.copy_(dealt[root])
 
 
-def reduce_scatter(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, inputs: Sequence[torch.Tensor]) -> Steps:
+def reduce_scatter(
+    rounds: GroupRounds, flat: torch.Tensor, reduction: Reduction, inputs: Sequence[torch.Tensor]
+) -> Steps:
     """Each rank ends with the reduction of its part; ``inputs``: this rank's parts, one for each."""
     word = _word("reduce_scatter", flat, reduction)
     for start, part in _pieces(flat, SLOT // rounds.size):
@@ -263,7 +265,7 @@ def reduce_scatter(rounds: Rounds, flat: torch.Tensor, reduction: Reduction, inp
         reduction.into(dealt, part)
 
 
-def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
+def all_to_all(rounds: GroupRounds, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
     """Part i of each rank goes to rank i, where it becomes part j, if it came from rank j. Parts may differ in size.
 
     Raises
@@ -293,7 +295,7 @@ def all_to_all(rounds: Rounds, outputs: Sequence[torch.Tensor], inputs: Sequence
             part.copy_(dealt[rank][: len(part)])
 
 
-def all_reduce_sparse(rounds: Rounds, tensor: torch.Tensor, reduction: Reduction) -> Steps:
+def all_reduce_sparse(rounds: GroupRounds, tensor: torch.Tensor, reduction: Reduction) -> Steps:
     """Every rank ends with the sum of all, coalesced.
 
     Raises
@@ -310,7 +312,7 @@ def all_reduce_sparse(rounds: Rounds, tensor: torch.Tensor, reduction: Reduction
     return _summed(rounds, tensor)
 
 
-def _summed(rounds: Rounds, tensor: torch.Tensor) -> Steps:
+def _summed(rounds: GroupRounds, tensor: torch.Tensor) -> Steps:
     own = tensor.detach().coalesce()
     rows, values = own.indices().t(), own.values()
     shape = [*own.shape, own.sparse_dim()]
@@ -333,7 +335,7 @@ def _summed(rounds: Rounds, tensor: torch.Tensor) -> Steps:
         tensor.copy_(total.to(own.dtype))
 
 
-def _padded(rounds: Rounds, mine: torch.Tensor, counts: list[int]) -> Steps:
+def _padded(rounds: GroupRounds, mine: torch.Tensor, counts: list[int]) -> Steps:
     """Gather the rows of all ranks, padded on the way to the longest; rank i has ``counts[i]``."""
     shape = (max(counts), *mine.shape[1:])
     flat = mine.new_zeros(shape)
@@ -342,13 +344,13 @@ def _padded(rounds: Rounds, mine: torch.Tensor, counts: list[int]) -> Steps:
     return [each.view(shape)[:count] for each, count in zip(padded, counts, strict=True)]
 
 
-def _gathered(rounds: Rounds, flat: torch.Tensor) -> Steps:
+def _gathered(rounds: GroupRounds, flat: torch.Tensor) -> Steps:
     gathered = [torch.empty_like(flat) for _ in range(rounds.size)]
     yield from all_gather(rounds, gathered, flat, "sparse all_reduce")
     return gathered
 
 
-def _shown(rounds: Rounds, word: int, part: torch.Tensor, *, shows: bool = True) -> Steps:
+def _shown(rounds: GroupRounds, word: int, part: torch.Tensor, *, shows: bool = True) -> Steps:
     """Come to a round and show ``part`` in it, or only read. Returns the slots of all ranks."""
     yield from rounds.come(word)
     slots = rounds.slots(part.dtype, len(part))
@@ -358,7 +360,7 @@ def _shown(rounds: Rounds, word: int, part: torch.Tensor, *, shows: bool = True)
     return slots
 
 
-def _dealt(rounds: Rounds, word: int, dtype: torch.dtype, step: int, parts: Sequence[torch.Tensor]) -> Steps:
+def _dealt(rounds: GroupRounds, word: int, dtype: torch.dtype, step: int, parts: Sequence[torch.Tensor]) -> Steps:
     """Come to a round and show a part for each rank, ``step`` elements apart. Returns the parts for this rank."""
     yield from rounds.come(word)
     slots = [slot.view(rounds.size, step) for slot in rounds.slots(dtype, rounds.size * step)]

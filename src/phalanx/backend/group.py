@@ -36,7 +36,7 @@ class Group(dist.ProcessGroup):
         super().__init__(memory.rank, memory.size)  # type: ignore[call-arg]
         self._memory = memory
         self._seconds = seconds
-        self._rounds = collectives.Rounds(memory)
+        self._rounds = collectives.GroupRounds(memory)
         self._queue = Queue()
         self._outboxes = {rank: Queue() for rank in self._rounds.others}
         self._inboxes = {rank: Inbox(memory, rank) for rank in self._rounds.others}

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.checkpoint import files
 from phalanx.checkpoint.files import Held
 from phalanx.definition import checks
-from phalanx.definition.plain import apart, check_like
+from phalanx.definition.plain import check_like, distinct_names
 from phalanx.errors import UsageError
 
 Row = dict[str, float | int]
@@ -72,7 +72,7 @@ class Csv:
         files.replace(self._csv, lambda file: file.write(text))
         self._held.let_go()
         self._held, self._columns = Held(), columns
-        self._log = files.Log(self._held.add(files.open_log(self._csv)))
+        self._log = files.LineFile(self._held.add(files.open_log(self._csv)))
 
 
 def _text(columns: list[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -164,7 +164,7 @@ class Log:
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Add what was evaluated to the step's row."""
         if self._row is not None:
-            self._row |= apart(values, self._row)
+            self._row |= distinct_names(values, self._row)
 
     def end(self, result: Any) -> None:
         """Write what is left, and close it."""

@@ -200,9 +200,9 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def __getitem__(self, step: int) -> dict[str, Any]:
         """What the line of a step says. Its link is checked: a hash over the link before and all that it says."""
-        return self.told(step, whole=True)
+        return self.fields(step, whole=True)
 
-    def told(self, step: int, *, whole: bool = False) -> dict[str, Any]:
+    def fields(self, step: int, *, whole: bool = False) -> dict[str, Any]:
         """What the line of a step says; ``whole``: its link is checked, too."""
         try:
             line = self.line(step)
@@ -223,20 +223,20 @@ class Links(contextlib.AbstractContextManager["Links"]):
     def check(self, begin: int) -> None:
         """Raise if a line from step ``begin`` on is damaged."""
         for step in range(max(begin, self.first), len(self)):
-            self.told(step, whole=True)
+            self.fields(step, whole=True)
 
     def brought(self, step: int) -> bool:
         """Whether the caller brought the batch of a step."""
-        return str(self.told(step).get("samples")).startswith(BROUGHT)
+        return str(self.fields(step).get("samples")).startswith(BROUGHT)
 
     def losses(self, step: int) -> list[Any]:
         """The loss of each update of a step: of each of its phases, if it has some."""
-        fields = self.told(step)
+        fields = self.fields(step)
         return [loss for phase in fields.get("phases", {"": [fields.get("loss")]}).values() for loss in phase[:1]]
 
     def before(self, step: int) -> str:
         """The link before that of a step."""
-        return self.told(step - 1)["link"] if step > self.first else BEGINNING
+        return self.fields(step - 1)["link"] if step > self.first else BEGINNING
 
     def line(self, step: int) -> str:
         """The line of a step as it is in the file."""

@@ -53,7 +53,7 @@ class RunDirectory:
         try:
             self.root = _made(self.path)
             self._held.add(files.locked(self.root / LOCK))
-            self._log = files.Log(self._held.add(files.open_log(self.root / LOG)))
+            self._log = files.LineFile(self._held.add(files.open_log(self.root / LOG)))
             files.clear_away(self.root / SNAPSHOTS)
         except BaseException as error:
             self._held.let_go()

@@ -145,7 +145,7 @@ def clear_away(folder: pathlib.Path) -> None:
 
 
 def open_log(path: pathlib.Path) -> int:
-    """A descriptor of the file, which is made if it is not there, for a ``Log``. Raises as ``opened`` does."""
+    """A descriptor of the file, which is made if it is not there, for a ``LineFile``. Raises as ``opened`` does."""
     return opened(path, os.O_CREAT | os.O_APPEND | os.O_RDWR)
 
 
@@ -154,7 +154,7 @@ def _beside(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
 
 
-class Log:
+class LineFile:
     """Adds lines to a file. What does not fit on the disk is left out, by whole lines.
 
     If only a part of a line was written, the rest comes before the next line. If another process began the line, a line

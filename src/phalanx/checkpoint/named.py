@@ -14,7 +14,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.registry import stored
 from phalanx.seams.records import STATE_DICT, Captured, Tensor
 
-TOLD = 5  # names that are listed
+LISTED = 5  # names that are listed
 
 
 def state_dict_of(snapshot: Snapshot) -> dict[str, Tensor] | None:
@@ -83,11 +83,11 @@ def fitted(weights: Mapping[str, Tensor], state: Captured) -> dict[str, Tensor]:
     lists = [f"{what}: {_listed(few)}" for what, few in (("missing", missing), ("not in the model", unknown)) if few]
     if odd or lists:
         raise UsageError(
-            f"warm_start does not fit the model: {'; '.join(odd[:TOLD] + lists)}. Give a dict with each name of "
+            f"warm_start does not fit the model: {'; '.join(odd[:LISTED] + lists)}. Give a dict with each name of "
             "the model, as in {**make_model().state_dict(), **part}"
         )
     return {**state.weights, **taken}
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")

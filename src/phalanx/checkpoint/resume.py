@@ -260,8 +260,8 @@ def _place(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _spelled(beside: Sequence[Any]) -> dict[str, str]:
     """Options of evaluations and callbacks, by class."""
-    told = {name: {**options_of(item), **functions_of(item, FUNCTIONS)} for name, item in by_class(beside)}
-    return {f"{name}.{option}": text for name, options in told.items() for option, text in options.items()}
+    options_by_class = {name: {**options_of(item), **functions_of(item, FUNCTIONS)} for name, item in by_class(beside)}
+    return {f"{name}.{option}": text for name, options in options_by_class.items() for option, text in options.items()}
 
 
 @dataclass(frozen=True)

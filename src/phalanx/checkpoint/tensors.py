@@ -32,7 +32,7 @@ ALIGNMENT = 8
 MOST_DIMENSIONS, MOST_BYTES = 64, 1 << 63  # of a tensor, in torch and numpy
 METADATA = "__metadata__"
 SEAL = 32  # bytes of a checksum
-TOLD, PARTS = "told", ("weights/", "training/")  # of a state that travels
+FACTS, PARTS = "told", ("weights/", "training/")  # names in a state that travels, and how those of tensors begin
 TREE = "batch"  # begins the names of its arrays
 SUFFIX = ".safetensors"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
@@ -96,7 +96,7 @@ def read(data: memoryview, hashes: Mapping[str, str] | None) -> dict[str, Tensor
 def packed(state: Captured, more: dict[str, Any]) -> bytes:
     """``state`` and JSON values beside it, as bytes."""
     text = json.dumps({"facts": state.facts, "more": more}).encode()
-    whole = {TOLD: Tensor("uint8", (len(text),), text)}
+    whole = {FACTS: Tensor("uint8", (len(text),), text)}
     for prefix, part in zip(PARTS, (state.weights, state.training), strict=True):
         whole |= {prefix + name: tensor for name, tensor in part.items()}
     file = io.BytesIO()
@@ -118,7 +118,7 @@ def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
         if hashlib.sha256(content).digest() != seal:
             raise ValueError("its checksum differs")
         whole = read(content, None)
-        message = json.loads(bytes(whole.pop(TOLD).content))
+        message = json.loads(bytes(whole.pop(FACTS).content))
         weights, training = (
             {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
             for prefix in PARTS

@@ -19,7 +19,7 @@ from phalanx.proof.falls import ENOUGH, HOLD, SNAPSHOT_EVERY
 PACE, HELD = 0.05, 0.5  # seconds that a step takes at least; and while a host is down, so that the run does not end
 
 
-class Told:
+class StepPrinter:
     """Tells of each step and each incident, and goes slowly enough for faults to come between."""
 
     everywhere = True
@@ -56,7 +56,7 @@ def main() -> None:
     recipe, evaluation, _ = load_recipe(given["file"], given["arguments"])
     try:
         result = recipe.train(
-            engine="distributed", evaluation=evaluation, callbacks=[Told(folder)], progress=False,
+            engine="distributed", evaluation=evaluation, callbacks=[StepPrinter(folder)], progress=False,
             run_dir=folder / "run", snapshot_every=SNAPSHOT_EVERY, lost_after=given["lost_after"],
             workers=given["workers"],
         )  # fmt: skip

@@ -19,7 +19,7 @@ from phalanx.callbacks.best import Better
 from phalanx.checkpoint import files
 from phalanx.checkpoint.resume import read_any
 from phalanx.definition.evaluation import meant
-from phalanx.definition.plain import apart
+from phalanx.definition.plain import distinct_names
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.proof.replay import events
 from phalanx.run.plots import RATE, plot_runs, svg
@@ -64,12 +64,12 @@ class History:
     @functools.cached_property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Numbers over steps, by what they are: loss, evaluations, norm of the gradient, rate, throughput."""
-        evaluated = {step: apart(line.get("metrics", {}), (LOSS, *BESIDE)) for step, line in self.steps.items()}
-        names = [*(name for values in evaluated.values() for name in values), *sorted(self.losses())]
+        metrics = {step: distinct_names(line.get("metrics", {}), (LOSS, *BESIDE)) for step, line in self.steps.items()}
+        names = [*(name for values in metrics.values() for name in values), *sorted(self.losses())]
         curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *BESIDE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
-            for key, value in ({RATE: rate} | line | evaluated[step] | line.get("losses", {})).items():
+            for key, value in ({RATE: rate} | line | metrics[step] | line.get("losses", {})).items():
                 if key in curves and isinstance(value, (int, float)) and math.isfinite(value):
                     curves[key].append((step, float(value)))
         return curves

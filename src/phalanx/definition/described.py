@@ -22,7 +22,7 @@ from typing import Any
 from phalanx.definition.checks import outline, parameters_of
 from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import PLAIN, decoded, is_plain_array, plain, short, told_of_array, told_of_container
+from phalanx.definition.plain import PLAIN, array_summary, container_summary, decoded, is_plain_array, plain, short
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
 
 FORMAT = 4
@@ -32,7 +32,7 @@ PHASE = ("name", "chosen", "every", "loss_takes")
 # A finished run can be extended by steps and epochs; the others are described in their own way.
 ELSEWHERE = ("steps", "epochs", "phases", "weights", *CODE, *OPTIONS)
 MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes
-TOLD = 8  # differences of a kind that are listed
+LISTED = 8  # differences of a kind that are listed
 GLOBAL, READS = " (its global ", "code "
 DIFFERENTLY = "reads differently"
 SIDES = "here", "there"
@@ -63,7 +63,7 @@ def described(definition: Definition) -> dict[str, Any]:
     """A recipe as JSON values, but for its steps and epochs."""
     met = set[str]()
     data = _data(definition)
-    weights = {} if definition.weights is None else {"weights": _told(told_of_array, definition.weights)}
+    weights = {} if definition.weights is None else {"weights": _summary(array_summary, definition.weights)}
     values, hints = _fields(definition), dict[str, str]()
     for name, root in _roots(definition):
         if name == "data" and any(digest for _, digest in data.values()):
@@ -181,18 +181,18 @@ def _data(definition: Definition) -> dict[str, list[str]]:
     if isinstance(source, Columns):
         keys = list(data) if isinstance(data, dict) and len(data) == len(source.arrays) else None
         names = [f"data: item {number if keys is None else repr(keys[number])}" for number in range(len(source.arrays))]
-        return {name: _told(told_of_array, array) for name, array in zip(names, source.arrays, strict=True)}
+        return {name: _summary(array_summary, array) for name, array in zip(names, source.arrays, strict=True)}
     if isinstance(data, list):
-        return {"data": _told(told_of_container, data)}
+        return {"data": _summary(container_summary, data)}
     if source is not None:
         return {"data": [f"{len(source)} samples", ""]}
     options = [f"{name}={text}" for name, text in options_of(data).items()]
     return {"data": [f"a {type(data).__name__} {' '.join(options)}".strip(), ""]}
 
 
-def _told(tell: Any, value: Any) -> list[str]:
+def _summary(summary_of: Any, value: Any) -> list[str]:
     try:
-        return tell(value)
+        return summary_of(value)
     except Exception:  # of objects, or of a library that cannot read it
         return [f"a {type(value).__name__}", ""]
 
@@ -220,12 +220,12 @@ def _looked(value: Any, met: set[str]) -> str:
             return "" if usual else f"{value.__module__}.{value.__qualname__}"
         return READS + short(_code(value.__code__)) if isinstance(value, FunctionType) else ""
     if is_plain_array(value):
-        return " ".join(_told(told_of_array, value))
+        return " ".join(_summary(array_summary, value))
     if isinstance(value, (set, frozenset)):
         return plain(value) if all(type(item) in PLAIN for item in value) else f"set of {len(value)}"
     if isinstance(value, (list, tuple, dict)) and len(value) > MOST:
         with contextlib.suppress(TypeError, LookupError):
-            return " ".join(told_of_container(value))
+            return " ".join(container_summary(value))
         return f"{type(value).__name__} of {len(value)}"
     return ""
 
@@ -250,7 +250,7 @@ def _between(mine: Mapping[str, str], theirs: Mapping[str, str], sides: tuple[st
         for name, pair in changed.items()
         if "absent" not in pair or not any(name.startswith(above) for above in changed if above != name)
     ]
-    return differences[:TOLD] + [f"and {len(differences) - TOLD} more"] * (len(differences) > TOLD)
+    return differences[:LISTED] + [f"and {len(differences) - LISTED} more"] * (len(differences) > LISTED)
 
 
 def _common(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

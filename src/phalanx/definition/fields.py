@@ -454,7 +454,7 @@ def _option(loss_fn: Any, name: str) -> Any:
 
 
 def unpacked(setup: Mapping[str, Any]) -> Definition:
-    """The recipe in a parcel, in another process, with what the caller knows of its epochs."""
+    """The recipe that another process was given, with what the caller knows of its epochs."""
     definition = Definition(**setup["fields"])
     if definition.batches is not None:
         definition.batches.known = list(setup["epochs"])

@@ -102,7 +102,7 @@ def decoded(value: Any, find: Callable[[Any, str], Any], path: str) -> Any:
     raise ValueError(f"{path} is of an unknown kind: {kind!r}")
 
 
-def apart(values: Mapping[str, Any], taken: Iterable[str]) -> dict[str, Any]:
+def distinct_names(values: Mapping[str, Any], taken: Iterable[str]) -> dict[str, Any]:
     """What was evaluated, by name: "evaluation/loss" where ``taken`` has another "loss"."""
     known = set(taken)
     return {f"evaluation/{name}" if name in known else name: value for name, value in values.items()}
@@ -193,7 +193,7 @@ def taking_over(part: str) -> Iterator[None]:
         raise SnapshotError(f"{part} in the snapshot does not fit this recipe's: {why}") from error
 
 
-def told_of_array(value: Any) -> list[str]:
+def array_summary(value: Any) -> list[str]:
     """Describe an array or tensor by two texts: one to show, and a hash. A single number is shown itself.
 
     Raises
@@ -211,7 +211,7 @@ def told_of_array(value: Any) -> list[str]:
     return [head + " sampled" * sampled, hashlib.sha256(content(value)).hexdigest()[:16]]
 
 
-def told_of_container(value: Any) -> list[str]:
+def container_summary(value: Any) -> list[str]:
     """Describe a list, tuple or dict of plain values, arrays and more such containers in the same way.
 
     Raises

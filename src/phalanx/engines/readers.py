@@ -32,10 +32,10 @@ def ahead_here(definition: Definition, framework: Framework, count: int) -> Read
     """``count`` readers of what this process computes; None where reading runs no user code."""
     if not (isinstance(definition.source, Samples) and definition.source.random):
         return None
-    memories = environment, parcel, memory = Memory(0), Memory(0), Memory(0)
+    memories = environment, recipe_memory, memory = Memory(0), Memory(0), Memory(0)
     try:
         WARM.prepare(definition)
-        pack_recipe(definition, framework.name, environment, parcel, {})
+        pack_recipe(definition, framework.name, environment, recipe_memory, {})
         return Readers(memories, Inputs(memory, definition.replicas), count, own=True)
     except BaseException:
         for each in memories:
@@ -49,7 +49,7 @@ class Readers:
     Parameters
     ----------
     memories : sequence of Memory
-        What readers inherit: the environment and the parcel, as workers do, and the memory of ``inputs``.
+        What readers inherit: the environment and the recipe, as workers do, and the memory of ``inputs``.
     inputs : Inputs
     count : int
         How many readers.

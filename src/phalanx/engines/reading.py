@@ -17,7 +17,7 @@ from phalanx.definition import generators
 from phalanx.definition.batches import BatchShares, Collated
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition, unpacked
-from phalanx.engines.processes.messages import DriverChannel, as_told
+from phalanx.engines.processes.messages import DriverChannel, sendable
 from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack, unpack_bytes
 from phalanx.frameworks.registry import reading, reduced_sample, starting
 from phalanx.plan import Indices, replica_key
@@ -33,12 +33,12 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
     caller = DriverChannel(channel)
     warnings.showwarning = lambda *_: None
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the caller's
-    environment_memory, parcel, memory = (Memory(0, fd) for fd in memories)
+    environment_memory, recipe_memory, memory = (Memory(0, fd) for fd in memories)
     try:
         environment = unpack(environment_memory)
         adopt_environment(environment)
         with starting(environment["threads"]):
-            setup = unpack(parcel)
+            setup = unpack(recipe_memory)
             definition = unpacked(setup)
         surroundings, collate = reading(environment["framework"], definition)
         with surroundings:
@@ -47,7 +47,7 @@ def live(channel: int, memories: Sequence[int], number: int) -> None:
             _read_shares(caller, definition, ring, Collate(collate, definition.generators))
         caller.tell("done")
     except Exception as error:
-        caller.tell("failed", *as_told(error))
+        caller.tell("failed", *sendable(error))
 
 
 class Collate:

@@ -132,7 +132,7 @@ class ArrayFramework:
     lanes: Blocks | None = None
     following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
     checked: Callable[[Any, str], Any] | None = None
-    told = (0.0, 0.0)
+    options_checksum = (0.0, 0.0)
     arithmetic: Any = arithmetic
     sharing: Any = Unshared("make_model returned what computes in one process; leave workers out (same answer)")
 

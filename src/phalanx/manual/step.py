@@ -134,32 +134,32 @@ def data_parallel_step(
         checks.function(name, hook, f"{name}=print")
     changed = None if before_shard is None else before_shard(batch)
     shares, ambiguous = _dealt(batch if changed is None else changed, len(replicas)), AmbiguousMean(definition, looks=1)
-    works = [_work(definition, ambiguous, *one) for one in zip(range(len(replicas)), replicas, shares, strict=True)]
+    tasks = [_task(definition, ambiguous, *one) for one in zip(range(len(replicas)), replicas, shares, strict=True)]
     try:
-        for work in works:
-            drop(work.lane.parameters)  # a stale gradient would be added to the next, or averaged in its place
-        _compute([work for work in works if len(work.share.samples)])
-        loss = _average(works, algorithm)
+        for task in tasks:
+            drop(task.lane.parameters)  # a stale gradient would be added to the next, or averaged in its place
+        _compute([task for task in tasks if len(task.share.samples)])
+        loss = _average(tasks, algorithm)
         if after_sync is not None:
             after_sync(replicas)
         if math.isfinite(definition.max_norm):
             for replica in replicas:
                 torch.nn.utils.clip_grad_norm_(replica.parameters(), definition.max_norm)
     except BaseException:
-        for work in works:
+        for task in tasks:
             with contextlib.suppress(RuntimeError):  # a device that failed has nothing left to put back
-                work.lane.rewind()
+                task.lane.rewind()
         raise
     for optimizer in optimizers:
         optimizer.step()
-    _settle(works)
+    _settle(tasks)
     if after_step is not None:
         after_step(replicas)
     return loss
 
 
 @dataclass(slots=True)
-class Work:
+class Task:
     """One replica with its share of the batch, and what it computed: None for an empty share."""
 
     replica: int
@@ -217,72 +217,72 @@ def _rows(array: Any, start: int, end: int) -> Any:
     return array[np.arange(start, end)]
 
 
-def _work(definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share) -> Work:
+def _task(definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share) -> Task:
     feed = DeviceFeed(Given(), next(model.parameters()).device, ahead=False)
-    return Work(replica, Lane(definition, model, feed.batch, Buffers(model), ambiguous, later=True), share)
+    return Task(replica, Lane(definition, model, feed.batch, Buffers(model), ambiguous, later=True), share)
 
 
-def _compute(works: Sequence[Work]) -> None:
+def _compute(tasks: Sequence[Task]) -> None:
     """Give all devices their work, replica by replica; none is waited for."""
     torch.clear_autocast_cache()  # it may hold casts of weights from before the last update
     with interrupts.held(), interrupts.user_code(), plain_autograd():
-        for work in works:
-            with work.addressed(), accelerators.current(work.device):
-                work.computed = work.lane.gradient(Todo(work.replica, 0, work.share, 1.0))
+        for task in tasks:
+            with task.addressed(), accelerators.current(task.device):
+                task.computed = task.lane.gradient(Todo(task.replica, 0, task.share, 1.0))
 
 
-def _average(works: Sequence[Work], algorithm: str) -> float:
+def _average(tasks: Sequence[Task], algorithm: str) -> float:
     """Average what was computed into ``.grad`` of every replica; the mean loss, once the devices are done."""
-    known = share_weights([len(work.share.samples) for work in works])
-    parts = [_part(work, weight, len(works)) for work, weight in zip(works, known, strict=True)]
+    known = share_weights([len(task.share.samples) for task in tasks])
+    parts = [_part(task, weight, len(tasks)) for task, weight in zip(tasks, known, strict=True)]
     check_consistent(parts)
     weight = total_weight(parts)
     if weight is None:
         raise RunError("loss_fn returned the weight 0 for every share: it counted nothing to average over in the batch")
-    gradients = [work.computed and work.computed.gradient for work in works]
-    parameters = [work.lane.parameters for work in works]
+    gradients = [task.computed and task.computed.gradient for task in tasks]
+    parameters = [task.lane.parameters for task in tasks]
     average(parameters, gradients, [part.weight for part in parts], algorithm)
     whole = [parameter.grad for parameter in parameters[0] if parameter.grad is not None]
     norm, *losses = DeviceArithmetic().read([torch.nn.utils.get_total_norm(whole), *losses_of(parts)])
     parts = with_losses(parts, losses)
     loss = mean_loss(parts, weight)
     if not math.isfinite(loss) or not math.isfinite(norm):
-        for work, part in zip(works, parts, strict=True):
+        for task, part in zip(tasks, parts, strict=True):
             if part.weight:
-                _check_finite(work, part.loss)
+                _check_finite(task, part.loss)
     return loss
 
 
-def _part(work: Work, known: float, replicas: int) -> Part:
-    computed = work.computed
+def _part(task: Task, known: float, replicas: int) -> Part:
+    computed = task.computed
     if computed is None:
         return ABSENT
-    with work.addressed():
+    with task.addressed():
         weight = computed.weight() if callable(computed.weight) else computed.weight
-    return weighed(computed.loss, weight, known, len(work.share.samples), replicas)
+    return weighed(computed.loss, weight, known, len(task.share.samples), replicas)
 
 
-def _check_finite(work: Work, loss: float) -> None:
+def _check_finite(task: Task, loss: float) -> None:
     """Elements are looked at only where a mean is not finite, since its norm may merely overflow."""
-    gradient = (work.computed and work.computed.gradient) or []
+    gradient = (task.computed and task.computed.gradient) or []
     if math.isfinite(loss) and arithmetic.finite(gradient):
         return
     what = "the gradient has values that are not finite" if math.isfinite(loss) else f"the loss is {loss}"
     raise NonFiniteError(
-        f"{what} at {work}; nothing was updated. Look at these samples, lower the learning rate or set max_norm",
-        replica=work.replica,
-        samples=work.share.samples,
+        f"{what} at {task}; nothing was updated. Look at these samples, lower the learning rate or set max_norm",
+        replica=task.replica,
+        samples=task.share.samples,
     )
 
 
-def _settle(works: Sequence[Work]) -> None:
+def _settle(tasks: Sequence[Task]) -> None:
     """Settle buffers by the recipe's rule on the first replica, and copy those bytes to the others."""
-    first = works[0].lane.buffers.starts
+    first = tasks[0].lane.buffers.starts
     if not first:
         return
-    contributions = [(len(work.share.samples), work.computed.buffers) for work in works if work.computed is not None]
-    for work in works:
-        buffers = work.lane.buffers
+    contributions = [(len(task.share.samples), task.computed.buffers) for task in tasks if task.computed is not None]
+    for task in tasks:
+        buffers = task.lane.buffers
         homes = [start.device for start in buffers.starts]
         buffers.settle([(samples, placed(values, homes)) for samples, values in contributions])  # type: ignore[misc]
         contributions = [(1, first)]

@@ -318,7 +318,7 @@ class Parts:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._known = share_weights(sizes)
-        self._told: set[bool] = set()
+        self._returns: set[bool] = set()
         self._total: Any = 0.0
         self.weight = 0.0
 
@@ -330,8 +330,8 @@ class Parts:
         UsageError
             The loss returned a weight for some parts only, which would not be comparable.
         """
-        self._told.add(returned is not None)
-        if len(self._told) > 1:
+        self._returns.add(returned is not None)
+        if len(self._returns) > 1:
             raise UsageError(
                 "loss_fn returned a weight for some micro-batches and none for others; return it always or never"
             )
@@ -349,7 +349,7 @@ class Parts:
     @property
     def returned(self) -> float | None:
         """The weight of the replica, if the loss returned those of its parts."""
-        return self.weight if True in self._told else None
+        return self.weight if True in self._returns else None
 
 
 class Moment(NamedTuple):

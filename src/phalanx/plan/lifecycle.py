@@ -1,6 +1,6 @@
 """Decides what deaths of workers mean: when they end a run, and else how it goes on. A pure count and a pure table.
 
-A step has named phases. Weights change only between ``UPDATING`` and ``UPDATED``, and no worker comes there before all
+A step has named stages. Weights change only between ``UPDATING`` and ``UPDATED``, and no worker comes there before all
 have ``FOLDED``; none begins the next step before all have ``UPDATED``. So workers are never more than a step apart, and
 where each was last seen tells whether the state is that before a step, that after it, or torn.
 
@@ -23,7 +23,7 @@ OWN = 3  # deaths of a worker's own making, in a row at one place, that end a ru
 MOST = 10  # deaths by a signal from outside that end a run, by default
 
 
-class Phase(IntEnum):
+class Stage(IntEnum):
     """How far a worker is in a step, in order."""
 
     SAVING = 0  # copies what it owns into the snapshot, if one is due
@@ -39,7 +39,7 @@ class Progress(NamedTuple):
     """Where a worker was last seen. They are ordered as a worker passes them."""
 
     step: int
-    phase: Phase
+    stage: Stage
 
 
 class Verdict(NamedTuple):
@@ -60,18 +60,18 @@ class Verdict(NamedTuple):
 def joinable(places: Sequence[Progress], fallen: Collection[int]) -> bool:
     """Whether replacements may start while the others wait: all workers that died were computing, in one step.
 
-    Then no worker can pass the phase where gradients are exchanged before the replacements are there.
+    Then no worker can pass the stage where gradients are exchanged before the replacements are there.
     """
     there = {places[worker] for worker in fallen}
-    return len({seen.step for seen in there}) == 1 and all(seen.phase <= Phase.COMPUTING for seen in there)
+    return len({seen.step for seen in there}) == 1 and all(seen.stage <= Stage.COMPUTING for seen in there)
 
 
 def judge(places: Sequence[Progress]) -> Verdict:
     """How a run goes on, given where every worker was when all had stopped."""
     furthest = max(places)
-    if furthest.phase < Phase.UPDATING:  # all others are in this step too, or have done all of the one before
+    if furthest.stage < Stage.UPDATING:  # all others are in this step too, or have done all of the one before
         return Verdict(furthest.step, torn=False)
-    if min(places) < Progress(furthest.step, Phase.UPDATED):
+    if min(places) < Progress(furthest.step, Stage.UPDATED):
         return Verdict(furthest.step, torn=True)
     return Verdict(furthest.step + 1, torn=False)
 
@@ -206,8 +206,8 @@ class Situation(NamedTuple):
     @property
     def saving(self) -> bool:
         """Whether the newest snapshot may be one that was being taken when the last worker ended."""
-        return self.kept < self.due and min(self.progress) < Progress(self.due, Phase.COMPUTING) <= Progress(
-            max(self.progress).step, Phase.COMPUTING
+        return self.kept < self.due and min(self.progress) < Progress(self.due, Stage.COMPUTING) <= Progress(
+            max(self.progress).step, Stage.COMPUTING
         )
 
 

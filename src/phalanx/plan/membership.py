@@ -53,7 +53,7 @@ class Agreement:
     members : sequence of int
         Of the last incarnation.
     propose : callable
-        ``propose(stopped)``: the next incarnation, as plain values, from what each member that has stopped told; None
+        ``propose(stopped)``: the next incarnation, as plain values, from how each member has stopped; None
         if it cannot be formed now. Asked where this member leads.
     able : callable
         ``able(some)``: whether some members are a quorum.
@@ -63,7 +63,7 @@ class Agreement:
     chosen : Any
         The next incarnation; None until it is known here.
     stopped : dict of int to dict
-        What members told when they had stopped.
+        How members have stopped, as each said.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Agreement:
         self._votes: set[int] = set()
         self._wait = 0
 
-    def tick(self, alive: Collection[int], told: Message) -> list[Addressed]:
-        """A short time has passed; ``alive``: the members that are heard, ``told``: how this one has stopped."""
+    def tick(self, alive: Collection[int], how_stopped: Message) -> list[Addressed]:
+        """A short time has passed; ``alive``: the members that are heard, ``how_stopped``: how this one has stopped."""
         if self.chosen is not None:
             return []
-        said = self._to_all({"kind": "stopped", **told})
+        said = self._to_all({"kind": "stopped", **how_stopped})
         self._wait -= 1
         here = {self._me, *alive} & set(self._members)
         if self._wait < 0 and min(here) == self._me and here <= self.stopped.keys():

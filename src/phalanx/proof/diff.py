@@ -210,7 +210,7 @@ def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
     return mismatch or Unequal(leaf, None, None)
 
 
-class Told(NamedTuple):
+class ComputedValue(NamedTuple):
     """A value that was computed within a replica-step: its phase, name, bytes, and line of user code."""
 
     phase: str
@@ -281,9 +281,9 @@ def replica_difference(one: Instant, other: Instant, replica: int, *, operations
     return None
 
 
-def computed(instant: Instant, replica: int, *, operations: bool = False) -> list[Told]:
+def computed(instant: Instant, replica: int, *, operations: bool = False) -> list[ComputedValue]:
     """Everything that a replica-step computes, as bytes, in order."""
-    records: list[Told] = []
+    records: list[ComputedValue] = []
     buffers: dict[str, Tensor] = {}
     stage = "forward"  # of operations
 
@@ -294,21 +294,21 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
             buffers[name] = taken(value)
         elif kind in ("operation", "backward"):
             line = _line(value[1] if len(value) > 1 else _stack())
-            records.append(Told(stage, name, flat(value[0], name), line))
+            records.append(ComputedValue(stage, name, flat(value[0], name), line))
         else:
             root = name or {"output": "output", "module": "model"}.get(kind, "batch")
-            records.append(Told("batch" if kind == "batch" else "forward", name, flat(value, root), ""))
+            records.append(ComputedValue("batch" if kind == "batch" else "forward", name, flat(value, root), ""))
 
     try:
         done = instant.replica(replica, Watch(tell, operations=operations))
     except PhalanxError as error:
         cause = error.__cause__ or error
         text = f"{type(cause).__name__}: {cause}"
-        return [*records, Told("forward", "exception", {"exception": taken(text)}, "")]
-    records.append(Told("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
+        return [*records, ComputedValue("forward", "exception", {"exception": taken(text)}, "")]
+    records.append(ComputedValue("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
     gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}
-    records += [Told("gradient", name, {name: value}, "") for name, value in gradients.items()]
-    return records + [Told("buffer", name, {name: value}, "") for name, value in buffers.items()]
+    records += [ComputedValue("gradient", name, {name: value}, "") for name, value in gradients.items()]
+    return records + [ComputedValue("buffer", name, {name: value}, "") for name, value in buffers.items()]
 
 
 def _folded(one: Instant, other: Instant) -> Difference | None:

@@ -82,37 +82,37 @@ class Campaign:
 
 
 class Host:
-    """A process of the run, and what it has told."""
+    """A process of the run, and the lines that it has printed."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], errors: IO[bytes]) -> None:
-        told = {**os.environ, **environment}
+        variables = {**os.environ, **environment}
         self.process = subprocess.Popen(
-            command, env=told, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL
+            command, env=variables, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL
         )
-        self.told: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         with self.process.stdout, contextlib.suppress(ValueError):  # its last line was cut
-            self.told.extend(map(json.loads, self.process.stdout))
+            self.lines.extend(map(json.loads, self.process.stdout))
 
     @property
     def step(self) -> int:
         """The last one that it told of."""
-        return max((line["step"] for line in list(self.told) if "step" in line), default=-1)
+        return max((line["step"] for line in list(self.lines) if "step" in line), default=-1)
 
     @property
     def workers(self) -> list[int]:
         """The processes of its workers."""
-        return next((line["workers"] for line in reversed(list(self.told)) if "workers" in line), [])
+        return next((line["workers"] for line in reversed(list(self.lines)) if "workers" in line), [])
 
     def end(self) -> dict[str, Any]:
         """How it ended, once it has."""
         self.process.wait(SECONDS)
         self._reader.join(SECONDS)
-        return self.told[-1] if self.told else {}
+        return self.lines[-1] if self.lines else {}
 
 
 class Hosts:
@@ -142,7 +142,7 @@ class Hosts:
 
     def heard(self) -> set[tuple[str, int, int]]:
         """All incidents that anybody told of: kind, who, and at which step."""
-        lines = [line for host in self.all for line in list(host.told) if "kind" in line]
+        lines = [line for host in self.all for line in list(host.lines) if "kind" in line]
         return {(line["kind"], line["who"], line["at"]) for line in lines}
 
     def pids(self, number: int | str = "") -> list[int]:

@@ -146,7 +146,7 @@ def _loss_in(folder: pathlib.Path, recipe: Definition, step: int, replica: int) 
             text = f"the run in {str(folder)!r} had another recipe ({why}): this one is computed, from the run's state"
             checks.warn(text)
         elif recipe.phases is None and run.links is not None and run.links.first <= step < len(run.links):
-            loss, weight = (run.links.told(step)[name][replica] for name in ("losses", "weights"))
+            loss, weight = (run.links.fields(step)[name][replica] for name in ("losses", "weights"))
             return str(loss) if weight else None
     return None
 

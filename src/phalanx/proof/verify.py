@@ -222,7 +222,7 @@ def _step_of(instant: Instant, run: Side, ahead: int) -> str:
     """Do a step, while workers may run ahead to ``ahead``; how its link differs from that of the run, in words."""
     links, step = run.chain, instant.step
     body = body_of(fields_of(instant.advance(ahead), instant.definition, instant.brought))
-    record = links.told(step)
+    record = links.fields(step)
     if line_after(links.before(step), body, links.width) == links.line(step):
         return ""
     difference = parted(step, json.loads(body), record, ("computed again", "in the run"))

@@ -75,12 +75,12 @@ class Loop:
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._heard = 0  # incidents that the observers have heard of
-        self._told = 0  # those that another process has told, which reported then
+        self._heard_elsewhere = 0  # incidents that observers of another process heard of, while that one reported
         self._ended = ""  # why no step can follow
         self._completing = False
         self._due: Again | None = None  # the task that is under way, of those that complete a step
         self._after: Iterator[Callable[[], object] | Again] = iter(())  # the tasks that follow it
-        engine.run_state.told = len(engine.run_state.loss_history) - len(engine.run_state.unseen)
+        engine.run_state.observed = len(engine.run_state.loss_history) - len(engine.run_state.unseen)
         self._begun: list[StepReport] = []  # the phases of the present step that are done
 
     @property
@@ -127,14 +127,15 @@ class Loop:
             more = next(self._successors, None)
             self._observers += tuple(more or ())
             self._successors = None if more is None else self._successors
-            for observer, incident in itertools.product(more or (), self._engine.run_state.incidents[self._told :]):
+            unheard = self._engine.run_state.incidents[self._heard_elsewhere :]
+            for observer, incident in itertools.product(more or (), unheard):
                 observer.happened(incident)
         return more or ()
 
     def complete(self, *, again: bool = True) -> None:
         """Do the remaining tasks of steps that are done; without ``again``, up to the first that has to succeed."""
         state = self._engine.run_state
-        if state.told != len(state.loss_history) and not self._completing:
+        if state.observed != len(state.loss_history) and not self._completing:
             self.check_able()
             self._after = self._and_unseen(self._after)
             self._unbroken(again=again)
@@ -238,7 +239,7 @@ class Loop:
             yield from self._evaluation(report, report.epoch)
         for observer in self._observers:
             yield functools.partial(observer.step, self._report)
-        state.told = self._definition.rounds.updates(report.step + 1)
+        state.observed = self._definition.rounds.updates(report.step + 1)
         if self._successors is not None:
             state.kept.append(self._report)
 
@@ -372,7 +373,7 @@ class Loop:
             for observer in self._observers:
                 observer.happened(incident)
         self._heard = len(incidents)
-        self._told = self._told if self._engine.run_state.leads else self._heard
+        self._heard_elsewhere = self._heard_elsewhere if self._engine.run_state.leads else self._heard
 
 
 def merged(reports: Sequence[StepReport], definition: Definition) -> StepReport:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.checkpoint.tensors import weights_of, write_file
 from phalanx.definition.evaluation import DEFAULT_BATCH, check_samples
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import apart
+from phalanx.definition.plain import distinct_names
 from phalanx.errors import UsageError
 from phalanx.seams import Engine
 from phalanx.seams.records import Evaluated, Incident
@@ -93,7 +93,7 @@ class Result:
     def __str__(self) -> str:
         facts: dict[str, Any] = {} if self.loss is None else {"loss": f"{self.loss:.6g}"}
         metrics = {item.name: f"{item.value:.6g} after {item.steps} steps" for item in self.metric_history}
-        facts |= apart(metrics, ("loss", "best", "steps"))
+        facts |= distinct_names(metrics, ("loss", "best", "steps"))
         facts["best"] = self.best
         epochs = f", {self.steps / self.steps_per_epoch:.4g} epochs" if self.steps_per_epoch else ""
         resumed = "" if self.resumed_from is None else f", went on from step {self.resumed_from}"

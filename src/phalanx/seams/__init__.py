@@ -143,7 +143,7 @@ class Framework(Protocol):
         ...
 
     @property
-    def told(self) -> tuple[float, float]:
+    def options_checksum(self) -> tuple[float, float]:
         """A checksum of the optimizers' options, and a learning rate: workers compare them before an update."""
         ...
 

@@ -35,17 +35,17 @@ class Todo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """A callback that is told what is computed within a replica-step, and how much it is told.
+    """A callback to which is reported what is computed within a replica-step, and how much of that.
 
-    ``told(kind, name, value)``: kind is "batch", "module" (its output; the name is its path), "output", "buffer" (as it
-    was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
+    ``report(kind, name, value)``: kind is "batch", "module" (its output; the name is its path), "output", "buffer" (as
+    it was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
     name; the value is all outputs and, where user code is not being run, file and line of each frame in
-    which it was written, from the innermost outwards). What is told may be written to later. A framework tells what it
-    can. With ``parameters`` it tells neither modules nor operations, but "model" (what is trained), "written" (a
+    which it was written, from the innermost outwards). The value may be written to later. A framework reports what it
+    can. With ``parameters`` it reports neither modules nor operations, but "model" (what is trained), "written" (a
     parameter that user code wrote or moved, and how) and "early" (one that had a gradient before the backward pass).
     """
 
-    told: Callable[[str, str, Any], None]
+    report: Callable[[str, str, Any], None]
     operations: bool = False
     parameters: bool = False
 
@@ -337,8 +337,8 @@ class RunState:
         Returns that average by names of parameters, None before the first step; None unless workers keep it.
     max_failures : int
         Deaths by SIGKILL or SIGTERM, in a row at one place, that end the run.
-    told : int
-        How many updates observers were told of, after all that completes a step.
+    observed : int
+        How many updates observers have seen completed; all updates of a step at once.
     unseen : deque of StepReport
         Updates that were done while nobody waited for them.
     kept : deque of StepReport
@@ -370,7 +370,7 @@ class RunState:
     averaged: Callable[[], Weights | None] | None = None
     gradients: tuple[str, ...] = ()
     max_failures: int = MOST
-    told: int = 0
+    observed: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
     kept: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=MOST_KEPT))
     made: Any = None
@@ -380,7 +380,7 @@ class RunState:
     @property
     def complete(self) -> bool:
         """Whether every step that was begun is complete."""
-        return self.told == len(self.loss_history)
+        return self.observed == len(self.loss_history)
 
     @property
     def steps(self) -> int:

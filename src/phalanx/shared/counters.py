@@ -20,19 +20,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from phalanx.errors import Trouble
-from phalanx.plan.lifecycle import Phase, Progress
+from phalanx.plan.lifecycle import Progress, Stage
 from phalanx.seams.records import Part, packed
 from phalanx.shared.memory import order
 
 RING: Final = 1024  # reports that the parent may be behind
 REPORT: Final = 7  # length of named losses; loss, norm, lr, samples, started, ended; then loss, weight of each replica
-TOLD: Final = 2  # numbers of each replica in a report
+OF_REPLICA: Final = 2  # numbers of each replica in a report
 PART: Final = len(Part._fields)  # of a row; of named losses it has their length
 NAMED: Final = Part._fields.index("named")
 NOTE: Final = 1024  # bytes for named losses: 8 of them, with names of 62 characters
 
 
-class Parts:
+class PartRows:
     """A row of numbers for each replica of the present step; written by the worker that hosts the replica.
 
     The text of named losses is apart, in ``notes``: without such losses that memory is never touched.
@@ -107,8 +107,8 @@ WRITERS: Final = ({PARENT}, {PARENT}, {PARENT, 0}, set[int]())  # of each line b
 
 STEPS, BATCH, TASK = 1, 2, 3  # kinds of grants: planned steps, a step on a batch that the caller brought, a task
 GO_ON, BEGIN_NO_STEP, LEAVE = 0, 1, 2  # pauses; LEAVE: also a step that is being computed, between two replicas
-PHASES: Final = len(Phase)
-PROGRESS: Final = 3  # the word that says how far a worker is: step and phase in one, so that they are read together
+STAGES: Final = len(Stage)
+PROGRESS: Final = 3  # the word that says how far a worker is: step and stage in one, so that they are read together
 
 
 def word_count(workers: int) -> int:
@@ -118,7 +118,7 @@ def word_count(workers: int) -> int:
 
 def float_count(workers: int, replicas: int) -> int:
     """Floats that parts of replicas, reports, and checksums of workers take; then texts of replicas and reports."""
-    return PART * replicas + (REPORT + TOLD * replicas) * RING + workers + NOTE // 8 * (replicas + RING)
+    return PART * replicas + (REPORT + OF_REPLICA * replicas) * RING + workers + NOTE // 8 * (replicas + RING)
 
 
 def word(index: int, doc: str) -> Any:
@@ -148,15 +148,15 @@ class WorkerCounters:
     def __init__(self, words: Any) -> None:
         self._words, self._lines = words, [words]
 
-    def reach(self, step: int, phase: Phase) -> None:
-        """Note that the worker comes to a phase of a step."""
-        self._words[PROGRESS] = step * PHASES + phase
+    def reach(self, step: int, stage: Stage) -> None:
+        """Note that the worker comes to a stage of a step."""
+        self._words[PROGRESS] = step * STAGES + stage
 
     @property
     def progress(self) -> Progress:
         """Where it is, or was when it ended."""
-        step, phase = divmod(self._words[PROGRESS], PHASES)
-        return Progress(step, Phase(phase))
+        step, stage = divmod(self._words[PROGRESS], STAGES)
+        return Progress(step, Stage(stage))
 
 
 class Counters:
@@ -174,7 +174,7 @@ class Counters:
     ----------
     workers : list of WorkerCounters
         The words of each.
-    parts : Parts
+    parts : PartRows
         Of the replicas in the present step.
     reports : Reports
         Of finished steps; written by the first worker.
@@ -221,9 +221,9 @@ class Counters:
         self._floats = floats
         self._replicas = replicas
         rows = PART * replicas
-        ring = rows + (REPORT + TOLD * replicas) * RING
+        ring = rows + (REPORT + OF_REPLICA * replicas) * RING
         notes = floats[ring + workers :].cast("B")
-        self.parts = Parts(floats[:rows], notes)
+        self.parts = PartRows(floats[:rows], notes)
         self.reports = Reports(floats[rows:ring], notes[replicas * NOTE :])
         self.sums = floats[ring : ring + workers]
         self.workers = [WorkerCounters(line) for line in self._lines[len(WRITERS) :]]
@@ -303,11 +303,11 @@ class Barrier:
     def enter(self, step: int) -> None:
         """Come to the beginning of a step."""
         self.step = step
-        self.at(Phase.SAVING)
+        self.at(Stage.SAVING)
 
-    def at(self, phase: Phase) -> None:
-        """Come to a phase of the step."""
-        self._own.reach(self.step, phase)
+    def at(self, stage: Stage) -> None:
+        """Come to a stage of the step."""
+        self._own.reach(self.step, stage)
 
     def wait(self) -> None:
         """Wait until all workers are here.

@@ -196,7 +196,7 @@ def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, tak
     keepers = dict(zip(contents.storage_of, owners, strict=True))
     layout.keepers = [keepers[number] for number in range(len(contents.storages))]
     layout.weights = list(map(take, contents.storages))
-    layout.frozen, layout.base = apart(contents)
+    layout.frozen, layout.base = frozen_places(contents)
     layout.thawed = take(WORD * len(contents.storages))
     buffers = [spec.nbytes for spec in contents.buffers]
     layout.starts = list(map(take, buffers))
@@ -233,7 +233,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def apart(contents: Contents) -> tuple[dict[int, int], int]:
+def frozen_places(contents: Contents) -> tuple[dict[int, int], int]:
     """Where each frozen storage lies in a memory of their own, at the beginning of a page, and how large that is."""
     places: dict[int, int] = {}
     size = 0
@@ -264,7 +264,7 @@ def _state_rows(state: Sequence[StatePiece], workers: int, take: Take) -> list[l
     return [first, *others]
 
 
-class Plan:
+class ArenaPlan:
     """Where everything lies, for one placement of one model.
 
     Parameters

@@ -247,7 +247,7 @@ def give_back() -> None:
         trim(0)
 
 
-class Kept:
+class FreedMemory:
     """Keeps what is freed while any run of the caller's process is open; afterwards it goes back to the system.
 
     If environment variables set glibc's allocator, nothing is changed.
@@ -273,7 +273,7 @@ class Kept:
             give_back()
 
 
-RUNS = Kept()
+RUNS = FreedMemory()
 
 
 def _decided() -> bool:

@@ -82,11 +82,11 @@ class Finder:
         if source is None:
             return None
         same = _read(source.origin) == source.text
-        loader = SourceFileLoader(name, source.origin) if same else Kept(name, source)
+        loader = SourceFileLoader(name, source.origin) if same else NotedLoader(name, source)
         return spec_from_file_location(name, source.origin, loader=loader, submodule_search_locations=source.folders)
 
 
-class Kept(SourceFileLoader):
+class NotedLoader(SourceFileLoader):
     """Loads a module from its noted source, as its file says something else by now."""
 
     def __init__(self, name: str, source: Source) -> None:

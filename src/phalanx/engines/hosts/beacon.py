@@ -73,7 +73,7 @@ class Beacon:
         self.members: list[int] = []
         self.run: dict[str, Any] = {}  # what beats say of it: its number, that of the incarnation, and its members
         self.last_word = {"why": "its process ended", "way": "ended"}
-        self.told: list[int] | None = None
+        self.reported: list[int] | None = None
         self.replaced: set[int] = set()  # members whose rank has a new process, which wants to join
         self.next = self.seen = time.monotonic()
 
@@ -87,7 +87,7 @@ class Beacon:
                 for peer in self.peers.values():
                     peer.last += now - self.seen
             self.seen = now
-            if self.pipe in readable and not self.obey():
+            if self.pipe in readable and not self.handle_order():
                 break
             if self.air in readable:
                 self.listen(now)
@@ -95,24 +95,24 @@ class Beacon:
                 self.next = now + self.every
                 if not stopped(self.parent):
                     self.beat()
-            self.tell_who_lives(now)
+            self.notify_who_lives(now)
         for _ in range(FAREWELLS):
-            self.say(self.members, {"bye": self.last_word})
+            self.send(self.members, {"bye": self.last_word})
             time.sleep(FAREWELL_SECONDS)
 
-    def obey(self) -> bool:
+    def handle_order(self) -> bool:
         """Do what the parent wants; returns whether it is still there."""
         data = self.pipe.recv(1 << 16)
         order: dict[str, Any] = json.loads(data) if data else {"bye": self.last_word}
         if "say" in order:
-            self.say(order["to"], {"say": order["say"]})
+            self.send(order["to"], {"say": order["say"]})
         elif "bye" in order:
             self.last_word = order["bye"]
         else:
-            self.become(order)
+            self.configure(order)
         return "bye" not in order
 
-    def become(self, order: dict[str, Any]) -> None:
+    def configure(self, order: dict[str, Any]) -> None:
         """Take part in an incarnation, or know where processes are."""
         now = time.monotonic()
         for rank, address in order["peers"].items():
@@ -121,7 +121,7 @@ class Beacon:
                 self.peers[int(rank)] = new = Peer(address, now)
                 new.id = known.id if known else None
         self.members = [rank for rank in order["members"] if rank != self.me]
-        self.run, self.told, self.next, self.replaced = order["run"], None, now, set()
+        self.run, self.reported, self.next, self.replaced = order["run"], None, now, set()
 
     def beat(self) -> None:
         """Say that this member lives, and whom it hears; tell others that a run is under way, and where.
@@ -129,15 +129,15 @@ class Beacon:
         Before a run, ask whether one is under way.
         """
         alive = self.alive(time.monotonic(), heard=True)
-        self.say(self.members, {"beat": {**self.run, "hears": alive}})
+        self.send(self.members, {"beat": {**self.run, "hears": alive}})
         strangers = [rank for rank in self.peers if rank not in self.members and rank != self.me]
         places = {rank: self.peers[rank].address for rank in self.members}
-        self.say(strangers, {"beat": {**self.run, "hears": alive, "places": places}} if self.run else {"look": True})
+        self.send(strangers, {"beat": {**self.run, "hears": alive, "places": places}} if self.run else {"look": True})
 
-    def say(self, ranks: Iterable[int], thing: dict[str, Any]) -> None:
+    def send(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
         """Send something to some processes."""
         run = self.run.get("run")
-        body = json.dumps({"run": run, **thing, "from": self.me, "id": self.id, "port": self.port}).encode()
+        body = json.dumps({"run": run, **message, "from": self.me, "id": self.id, "port": self.port}).encode()
         data = hmac.digest(self.key, body, hashlib.sha256) + body
         for rank in ranks if len(data) <= MOST_BYTES else ():
             if rank in self.peers:
@@ -151,35 +151,35 @@ class Beacon:
                 mac, body = data[:MAC_BYTES], data[MAC_BYTES:]
                 if hmac.compare_digest(mac, hmac.digest(self.key, body, hashlib.sha256)):
                     with contextlib.suppress(*MALFORMED):
-                        self.hear(json.loads(body), address, now)
+                        self.receive(json.loads(body), address, now)
 
-    def hear(self, thing: dict[str, Any], address: Sequence[Any], now: float) -> None:
+    def receive(self, message: dict[str, Any], address: Sequence[Any], now: float) -> None:
         """Note who lives, and pass on what the parent has to know."""
-        sender, place = thing["from"], [address[0], thing["port"]]
-        peer, beat = self.peers.get(sender), thing.get("beat")
-        if "look" in thing:
+        sender, place = message["from"], [address[0], message["port"]]
+        peer, beat = self.peers.get(sender), message.get("beat")
+        if "look" in message:
             known = peer is not None and peer.address == tuple(place)
             if self.run and sender not in self.members and not known:  # it has come back on another host
                 self.peers[sender] = Peer(place, now)
         elif beat is None:
-            joins = "say" in thing and thing["say"]["kind"] == "join"
-            other = peer is not None and peer.id not in (None, thing["id"])  # a process of this rank before
-            if not joins and ((self.run and thing["run"] != self.run["run"]) or ("bye" in thing and other)):
+            joins = "say" in message and message["say"]["kind"] == "join"
+            other = peer is not None and peer.id not in (None, message["id"])  # a process of this rank before
+            if not joins and ((self.run and message["run"] != self.run["run"]) or ("bye" in message and other)):
                 return  # of a run before, or of a process that has been replaced
-            if "bye" in thing and peer is not None:
+            if "bye" in message and peer is not None:
                 peer.gone = True
-            elif "say" in thing and thing["say"]["kind"] == "join" and (peer is None or thing["id"] != peer.id):
+            elif "say" in message and message["say"]["kind"] == "join" and (peer is None or message["id"] != peer.id):
                 self.peers[sender] = peer = Peer(place, now)
-                peer.id = thing["id"]
+                peer.id = message["id"]
                 self.replaced |= {sender} & set(self.members)
-            self.tell({**thing, "place": place})
+            self.notify_parent({**message, "place": place})
         elif not self.run:
-            self.tell({"under way": beat, "from": sender, "place": place})
+            self.notify_parent({"under way": beat, "from": sender, "place": place})
         elif beat["run"] == self.run["run"]:
             if beat["number"] > self.run["number"] and self.me not in beat["members"]:
-                self.tell({"expelled": beat["number"]})
+                self.notify_parent({"expelled": beat["number"]})
             if peer is not None and sender in self.members:
-                peer.last, peer.hears, peer.refused, peer.id = now, beat["hears"], 0, thing["id"]
+                peer.last, peer.hears, peer.refused, peer.id = now, beat["hears"], 0, message["id"]
 
     def alive(self, now: float, *, heard: bool = False) -> list[int]:
         """The members that live: each is heard, and hears this one. ``heard``: those that are heard."""
@@ -195,22 +195,22 @@ class Beacon:
         """Whether the process that was this member is known to be gone."""
         return rank in self.replaced or self.peers[rank].gone or self.peers[rank].refused >= REFUSED
 
-    def tell_who_lives(self, now: float) -> None:
+    def notify_who_lives(self, now: float) -> None:
         """Tell the parent who lives, if that has changed."""
         alive = self.alive(now)
-        if self.run and alive != self.told:
+        if self.run and alive != self.reported:
             lost = {
                 rank: "its process ended" if self.ended(rank) else f"silent for {self.seconds:g} s"
                 for rank, peer in self.peers.items()
                 if rank in self.members and rank not in alive
             }
-            if self.tell({"alive": alive, "lost": lost, "ended": [rank for rank in lost if self.ended(rank)]}):
-                self.told = alive
+            if self.notify_parent({"alive": alive, "lost": lost, "ended": [rank for rank in lost if self.ended(rank)]}):
+                self.reported = alive
 
-    def tell(self, thing: dict[str, Any]) -> bool:
+    def notify_parent(self, message: dict[str, Any]) -> bool:
         """Tell the parent something; returns whether that went. While it does not read, what is too much is dropped."""
         try:
-            self.pipe.send(json.dumps(thing).encode(), socket.MSG_DONTWAIT)
+            self.pipe.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         return True

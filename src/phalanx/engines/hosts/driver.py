@@ -199,10 +199,10 @@ class Distributed(Changing[Processes]):
 
     def _agreed(self) -> dict[str, Any]:
         state = self.run_state
-        complete = state.told == self._steps - len(state.unseen) and not state.between_phases
+        complete = state.observed == self._steps - len(state.unseen) and not state.between_phases
         complete = complete and not (self._definition.stream and state.unseen)  # its epochs are known where it is drawn
-        told = {"step": self._steps if self._whole else None, "open": complete, "each": self._on_each}
-        return self._world.agree_anew(told, self._least)
+        how_stopped = {"step": self._steps if self._whole else None, "open": complete, "each": self._on_each}
+        return self._world.agree_anew(how_stopped, self._least)
 
     def _entered(self, chosen: dict[str, Any] | None) -> tuple[Any, Processes]:
         """Begin the first incarnation, or the one that was agreed on, or a later one if members fall meanwhile."""
@@ -232,7 +232,7 @@ class Distributed(Changing[Processes]):
             reports = [
                 report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *state.unseen)
             ]
-            more = {"reports": [report._asdict() for report in reports], "told": self._steps - len(state.unseen)}
+            more = {"reports": [report._asdict() for report in reports], "observed": self._steps - len(state.unseen)}
             content = _sent(self._captured(), state, {**state.callbacks, **state.states(), **state.stream()}, **more)
             self._world.send(content, chosen["behind"])
         elif me in chosen["behind"]:
@@ -241,7 +241,7 @@ class Distributed(Changing[Processes]):
                 self._framework.adopt(captured)
             if self._fresh:
                 _take(state, captured, history)
-                del state.loss_history[history["told"] :]
+                del state.loss_history[history["observed"] :]
             for report in (StepReport(**{**facts, "parts": tuple(facts["parts"])}) for facts in history["reports"]):
                 if report.step == self._steps:
                     state.add(report.loss, 0)
@@ -262,10 +262,10 @@ class Distributed(Changing[Processes]):
         what = [("lost", rank, why) for rank, why in lost.items()]
         what += [("joined", rank, f"{self._world.named(rank)} has joined") for rank in chosen["joined"]]
         for kind, rank, why in what or [("again", -1, error)]:
-            told = f"{why}; went on after {pause:.2f} s, processes: {self._world.size}"
-            self.run_state.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], told))
+            text = f"{why}; went on after {pause:.2f} s, processes: {self._world.size}"
+            self.run_state.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], text))
             if self.run_state.leads:
-                checks.warn(f"step {chosen['step']}: {told}")
+                checks.warn(f"step {chosen['step']}: {text}")
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""

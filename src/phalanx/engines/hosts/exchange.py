@@ -33,7 +33,7 @@ LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of a piece
 PIECES = 8  # of a sum of medium size: the first travel while others are packed, at a cost per piece
 Piece = tuple[list[torch.Tensor], list[Any], list[Any]]  # this host's slice of all sums, what comes, what goes
 Mask = bytes  # one byte per parameter: whether it has a gradient
-Told = tuple[list[Part], list[Mask], list[bytes]]  # by replica, by node, by replica
+Decoded = tuple[list[Part], list[Mask], list[bytes]]  # by replica, by node, by replica
 Summands = tuple[Sequence[Any], Sequence[tuple[int, int]]]  # None where there is none; what is added, as (into, from)
 
 
@@ -74,7 +74,7 @@ class Rendezvous:
         return PrefixStore(f"phalanx/{self.run}/{name}", store)
 
 
-class Layout(NamedTuple):
+class FlatLayout(NamedTuple):
     """How the gradients of one dtype lie in a sum, one after another.
 
     Attributes
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
     dtype : torch.dtype
     places : dict of int to int
         Where each parameter's gradient begins.
-    runs : list of Run
+    stretches : list of Stretch
     pieces : list of (begin, elements of a slice)
         What is sent at once.
     whole : int
@@ -91,12 +91,12 @@ class Layout(NamedTuple):
 
     dtype: torch.dtype
     places: dict[int, int]
-    runs: list[Run]
+    stretches: list[Stretch]
     pieces: list[tuple[int, int]]
     whole: int
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a sum: where it begins and ends, the nodes that have it, and their additions in order."""
 
     begin: int
@@ -150,7 +150,7 @@ class Across:
 
     def tell(
         self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
-    ) -> Told:
+    ) -> Decoded:
         """Send this host's parts, which gradients each of its nodes has, and notes; returns those of all hosts.
 
         Parameters
@@ -182,10 +182,10 @@ class Across:
         mine = torch.from_numpy(np.concatenate([piece.view(np.uint8).reshape(-1) for piece in pieces]))
         messages = scratch(self._rooms, "parts", len(self._blocks) * len(mine), torch.uint8)
         self._gloo.gather(messages, mine)
-        told = self._told(pieces, messages)
-        if any(map(NAMED, told[0])):
-            self._spread_named(told[0], named)
-        return told
+        decoded = self._decoded(pieces, messages)
+        if any(map(NAMED, decoded[0])):
+            self._spread_named(decoded[0], named)
+        return decoded
 
     def _spread_named(self, parts: list[Part], mine: Sequence[bytes]) -> None:
         """Put named losses into the parts of all replicas; ``mine``: the texts of this host's."""
@@ -236,9 +236,9 @@ class Across:
                 total[index] = array_of(flat.as_strided(like.shape, like.stride(), offset), self._blanks[index])
         return total
 
-    def _told(self, mine: Sequence[np.ndarray], messages: torch.Tensor) -> Told:
+    def _decoded(self, mine: Sequence[np.ndarray], messages: torch.Tensor) -> Decoded:
         """Decode the messages of all hosts; ``mine`` is what this host sent."""
-        decoded: Told = [], [], []
+        decoded: Decoded = [], [], []
         cuts = np.cumsum([piece.nbytes for piece in mine])[:-1]
         for rank, message in enumerate(messages.numpy().reshape(len(self._blocks), -1)):
             head, rows, flags, texts = (
@@ -266,7 +266,7 @@ class Across:
                 self._gloo.close()
                 raise (CorruptionError if name == "weights" else RunError)(message, step=int(mine[1]))
 
-    def _dealt(self, layout: Layout, summands: Callable[[int], Sequence[Summands]]) -> list[Piece]:
+    def _dealt(self, layout: FlatLayout, summands: Callable[[int], Sequence[Summands]]) -> list[Piece]:
         """Pack this host's partial sums, a row per node, and send each piece as soon as it is whole."""
         rows, begun = self._counts[self._rank], list[Piece]()
         packed = scratch(self._rooms, ("packed", layout.dtype), rows * layout.whole, layout.dtype)
@@ -297,14 +297,14 @@ class Across:
             goes.append(self._gloo.begin_send(slices[:, other % self._slices].contiguous(), other))
         return [row for host_rows in rows for row in host_rows], comes, goes
 
-    def _added_up(self, layout: Layout, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _added_up(self, layout: FlatLayout, pieces: Sequence[Piece]) -> torch.Tensor:
         """The sum of one dtype: of each piece this host adds up its slice, and the others send theirs."""
         flat, works = scratch(self._rooms, ("flat", layout.dtype), layout.whole, layout.dtype), list[Any]()
         for (start, width), (rows, comes, goes) in zip(layout.pieces, pieces, strict=True):
             self._gloo.wait(comes)
             slices = flat[start : start + self._slices * width].view(self._slices, width)
             mine = self._rank % self._slices
-            fold_runs(slices[mine], rows, layout.runs, start + mine * width)
+            fold_stretches(slices[mine], rows, layout.stretches, start + mine * width)
             works += goes
             for other in self._others if self._slices > 1 else ():
                 works.append(self._gloo.begin_receive(slices[other], other))
@@ -312,22 +312,22 @@ class Across:
         self._gloo.wait(works)
         return flat
 
-    def _lay_out(self, replicas: int, nodes: Sequence[Node], masks: tuple[Mask, ...]) -> list[Layout]:
+    def _lay_out(self, replicas: int, nodes: Sequence[Node], masks: tuple[Mask, ...]) -> list[FlatLayout]:
         there = [index for index in self._owned if any(mask[index] for mask in masks)]
-        layouts: list[Layout] = []
+        layouts: list[FlatLayout] = []
         for dtype in dict.fromkeys(self._like[index].dtype for index in there):
             places, size = dict[int, int](), 0
             for index in there:
                 if self._like[index].dtype == dtype:
                     places[index] = size
                     size += self._like[index].numel()
-            runs = [
-                Run(begin, end, present, added(replicas, nodes, present))
+            all_stretches = [
+                Stretch(begin, end, present, added(replicas, nodes, present))
                 for present, begin, end in stretches(masks, places, self._like)
             ]
             pieces = chunks(size, self._slices, dtype.itemsize)
             whole = sum(self._slices * width for _, width in pieces)
-            layouts.append(Layout(dtype, places, runs, pieces, whole))
+            layouts.append(FlatLayout(dtype, places, all_stretches, pieces, whole))
         return layouts
 
 
@@ -405,14 +405,14 @@ def _add(
     torch.add(parts[into], parts[source], out=target)  # type: ignore[arg-type]
 
 
-def fold_runs(
-    target: torch.Tensor, rows: Sequence[torch.Tensor], runs: Sequence[Run], first: int, *, spare: bool = False
+def fold_stretches(
+    target: torch.Tensor, rows: Sequence[torch.Tensor], stretches: Sequence[Stretch], first: int, *, spare: bool = False
 ) -> None:
     """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once.
 
     ``spare``: the rows may be written.
     """
-    for begin, end, present, additions in runs:
+    for begin, end, present, additions in stretches:
         here = slice(max(begin - first, 0), min(end - first, len(target)))
         if here.start < here.stop:
             parts = [row[here] if position in present else None for position, row in enumerate(rows)]

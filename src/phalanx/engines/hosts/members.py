@@ -183,12 +183,12 @@ class Members:
         unclaimed = self.folder is not None and self._half is None
         return self.able(some) or (unclaimed and 2 * len(set(some) & set(self.ranks)) == len(self.ranks))
 
-    def agree(self, told: Message, propose: Callable[[dict[int, Message]], Any], patience: float) -> Any:
+    def agree(self, how_stopped: Message, propose: Callable[[dict[int, Message]], Any], patience: float) -> Any:
         """Agree on the next incarnation.
 
         Parameters
         ----------
-        told : dict
+        how_stopped : dict
             How this member has stopped.
         propose : callable
             As of ``Agreement``.
@@ -220,7 +220,7 @@ class Members:
                 )
             if now >= due:  # not with every message, as each would bring others
                 due = now + TICK_SECONDS
-                self._send(agreement.tick(late, {**told, "hears": self.alive}))
+                self._send(agreement.tick(late, {**how_stopped, "hears": self.alive}))
             self._hear(max(0.0, due - now))
             while self._waiting:
                 sender, message = self._waiting.pop(0)

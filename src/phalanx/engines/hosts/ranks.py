@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from phalanx.engines.hosts.exchange import PATTERNS, Mask, Run, fold_runs, scratch, stretches
+from phalanx.engines.hosts.exchange import PATTERNS, Mask, Stretch, fold_stretches, scratch, stretches
 from phalanx.engines.hosts.transport import Transport
 from phalanx.frameworks.torch.accelerators import watched
 from phalanx.frameworks.torch.arithmetic import copy_all
@@ -61,7 +61,7 @@ class Bucket(NamedTuple):
     dtype : torch.dtype
     places : dict
         The offset of each parameter, in elements.
-    runs : list of list of list of Run
+    stretches : list of list of list of Stretch
         For each level and group the stretches of parameters that the same sums have.
     width : int
         Elements of a slice; each worker adds up one.
@@ -69,7 +69,7 @@ class Bucket(NamedTuple):
 
     dtype: torch.dtype
     places: dict[int, int]
-    runs: list[list[list[Run]]]
+    stretches: list[list[list[Stretch]]]
     width: int
 
 
@@ -185,8 +185,8 @@ class Exchange:
             link.wait(work)
             first += level.position * length
             rows = room("sum", depth, len(level.groups) * length).view(-1, length)
-            for total, runs in zip(rows, bucket.runs[depth], strict=True):
-                fold_runs(total, list(received.view(-1, length)), runs, first, spare=True)
+            for total, its_stretches in zip(rows, bucket.stretches[depth], strict=True):
+                fold_stretches(total, list(received.view(-1, length)), its_stretches, first, spare=True)
         mean = over(rows[0])
         for depth, (level, link) in reversed(list(enumerate(zip(self._among, transport.levels, strict=True)))):
             whole = room("whole", depth, level.size * len(mean))
@@ -233,23 +233,23 @@ class Exchange:
                 size += -(-self._like[index].numel() // step) * step
                 if at + 1 == len(pending) or (size + self._like[pending[at + 1]].numel()) * dtype.itemsize > BUCKET:
                     width = -(-size // (self._workers * step)) * step
-                    find = functools.partial(self._runs, masks, places)
-                    runs = [[find(level, group) for group in level.groups] for level in self._among]
-                    buckets.append(Bucket(dtype, places, runs, width))
+                    find = functools.partial(self._sums, masks, places)
+                    all_stretches = [[find(level, group) for group in level.groups] for level in self._among]
+                    buckets.append(Bucket(dtype, places, all_stretches, width))
                     places, size = {}, 0
         return buckets
 
-    def _runs(self, masks: Sequence[Mask], places: dict[int, int], level: Level, group: list[int]) -> list[Run]:
+    def _sums(self, masks: Sequence[Mask], places: dict[int, int], level: Level, group: list[int]) -> list[Stretch]:
         """How sums of a level are added up, by stretches of parameters that the same ones have."""
         nodes = [level.sums[number][0] for number in group]
         made_of = [level.sums[number][1] for number in group]
         have = [bytes(map(max, *(masks[number] for number in of), masks[of[0]])) for of in made_of]
-        runs: list[Run] = []
+        all_stretches: list[Stretch] = []
         for there, begin, end in stretches(have, places, self._like):
             order = [(group[into], group[source]) for into, source in added(self._replicas, nodes, there)]
             if there:
-                runs.append(Run(begin, end, tuple(group[at] for at in there), order))
-        return runs
+                all_stretches.append(Stretch(begin, end, tuple(group[at] for at in there), order))
+        return all_stretches
 
 
 class Spread:

@@ -33,8 +33,8 @@ def measured(names: Sequence[str]) -> dict[str, str]:
         command = [sys.executable, "-m", "phalanx.engines.hosts.timing", name, json.dumps([*names])]
         started: list[subprocess.Popen[bytes]] = []
         for rank in range(len(names)):
-            told = closing.enter_context((folder / f"{rank}").open("wb"))
-            started.append(subprocess.Popen([*command, str(rank), *registered()], stdout=told, stderr=told))
+            output = closing.enter_context((folder / f"{rank}").open("wb"))
+            started.append(subprocess.Popen([*command, str(rank), *registered()], stdout=output, stderr=output))
         end = time.monotonic() + LIMIT_SECONDS
         try:
             while any(each.poll() is None for each in started) and not any(each.poll() for each in started):

@@ -86,7 +86,7 @@ class World:
         self._own: Any = None  # one store for all incarnations that this process proposes
         self._names = dict[int, str]()
         try:
-            base = apart(functools.partial(opened, self.rank, self.size, address, port, self.seconds), self._look)
+            base = in_thread(functools.partial(opened, self.rank, self.size, address, port, self.seconds), self._look)
             self._tcp = address_of(base)
             store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
             with reached(self._tcp[0]):
@@ -154,12 +154,12 @@ class World:
         if self.odd_one(bytes([sees])) is None and sees:
             self.members.folder = self._run_dir
 
-    def agree_anew(self, told: dict[str, Any], least: int) -> dict[str, Any]:
+    def agree_anew(self, how_stopped: dict[str, Any], least: int) -> dict[str, Any]:
         """Agree with the members that are left on the next incarnation.
 
         Parameters
         ----------
-        told : dict
+        how_stopped : dict
             step: how many updates the state here has, None if it is lost; open: whether others may join now; each: how
             many workers a host has.
         least : int
@@ -172,7 +172,7 @@ class World:
         RunError, LeftError
             A member left in a way that ends the run.
         """
-        chosen = self.members.agree(told, functools.partial(self._proposed, least), self.seconds)
+        chosen = self.members.agree(how_stopped, functools.partial(self._proposed, least), self.seconds)
         if (final := self.members.final) is not None:
             rank, (way, why) = final
             raise ERRORS.get(way, RunError)(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
@@ -195,7 +195,7 @@ class World:
         self.rank, self.size = self.members.ranks.index(self.members.me), len(places)
         try:
             # In a thread, as a stopped host never answers; a client of its own also for whoever has the store.
-            store = apart(functools.partial(TCP, *self._tcp, timeout=CONNECTED), self.check)
+            store = in_thread(functools.partial(TCP, *self._tcp, timeout=CONNECTED), self.check)
         except SeveredError:
             raise
         except Exception as error:
@@ -233,7 +233,7 @@ class World:
         if self._gloo is not None:
             self._gloo.close()
         facts = c10d.PrefixStore("callers", self._store), self.rank, self.size, seconds, self._interface, self.check
-        self._gloo = apart(functools.partial(Gloo, *facts), self.check)
+        self._gloo = in_thread(functools.partial(Gloo, *facts), self.check)
 
     def check(self) -> None:
         """Raise a SeveredError if this incarnation has to end."""
@@ -349,7 +349,7 @@ def in_rows(hosts: Sequence[str]) -> int:
     return count if regular and len(hosts) > count else 1
 
 
-def apart(ask: Callable[[], T], check: Callable[[], object]) -> T:
+def in_thread(ask: Callable[[], T], check: Callable[[], object]) -> T:
     """Ask torch in a thread of its own, as it may wait long; ``check`` is called meanwhile, and may raise."""
     answer: Future[T] = Future()
     thread = threading.Thread(target=_answer, args=(answer, ask), daemon=True)

@@ -26,7 +26,7 @@ from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
 from phalanx.shared.inputs import MOST, Inputs
-from phalanx.shared.layout import Plan
+from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.memory import Memories, Memory, check_room
 from phalanx.shared.state import Mirror
 from phalanx.surroundings import interrupts
@@ -68,7 +68,7 @@ class Processes:
         self.ended, self.closed, self.lost, self._fetched = "", False, False, -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
         self._decay = self._averages()
-        plan = Plan(framework.sharing, placement)
+        plan = ArenaPlan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = Memories(*(Memory(0) for _ in Memories._fields))
         with contextlib.ExitStack() as undo:
@@ -100,7 +100,7 @@ class Processes:
             self.check_able()
         return self._framework.sharing.averages.named()
 
-    def _begin(self, plan: Plan, placement: Placement, memories: Memories, readers: int) -> None:
+    def _begin(self, plan: ArenaPlan, placement: Placement, memories: Memories, readers: int) -> None:
         memories.arena.grow(plan.size)
         memories.base.grow(plan.layout.base)
         mapped = memories.arena.map()
@@ -150,7 +150,7 @@ class Processes:
                 if counters.trouble or self._failures.dead:
                     self.supervisor.wait(lambda: True, t)
         report = self._absorb() if counters.done > t else None
-        if report is None or any(message.step == t for message in self._pool.told):
+        if report is None or any(message.step == t for message in self._pool.messages):
             raise self._failure(t)
         if self.run_state.gradients and (moment := self._definition.rounds.at(t)).last:
             report = report._replace(gradients=self._gradients(moment.step))
@@ -253,7 +253,7 @@ class Processes:
         while counters.done == t:
             counters.horizon = min(horizon, t + RING)
             if idle() and counters.done == t:  # read after that: workers may just have done the step, and come to rest
-                if self._pool.told or counters.trouble:  # met just now, or while running ahead
+                if self._pool.messages or counters.trouble:  # met just now, or while running ahead
                     self.supervisor.wait(idle, t)  # reads the messages
                     return
                 self.supervisor.grant(STEPS)
@@ -288,7 +288,7 @@ class Processes:
             whole = self.supervisor.wait(self._over if again else self.counters.all_idle, t + 1)
             if again and not (self.counters.done > t if kind == BATCH else self.counters.all_idle()):
                 self._check_alarm()
-            failed = any(message.kind != "result" for message in self._pool.told)
+            failed = any(message.kind != "result" for message in self._pool.messages)
             if whole or failed or (kind == BATCH and self.counters.done > t):
                 break
         return [] if kind == BATCH else self._settle()
@@ -303,7 +303,7 @@ class Processes:
 
     def _settle(self) -> list[WorkerMessage]:
         """Take the workers' messages, and note whether the run can go on."""
-        messages, self._pool.told = self._pool.told, []
+        messages, self._pool.messages = self._pool.messages, []
         for item in messages:
             if item.kind in WHERE:
                 kind = "repaired" if item.kind == "torn" and self.supervisor.repaired() else item.kind

@@ -15,18 +15,18 @@ from typing import Any
 from phalanx.definition.data import Share
 from phalanx.errors import Trouble
 from phalanx.plan.fold import Fold, Placement, added, most_held
-from phalanx.plan.lifecycle import Phase
+from phalanx.plan.lifecycle import Stage
 from phalanx.seams import Arrays, Framework, Order, SharedState
 from phalanx.seams.records import Part, Vector
 from phalanx.shared.counters import LEAVE, Barrier
-from phalanx.shared.layout import OWNED, Layout, Plan
+from phalanx.shared.layout import OWNED, ArenaPlan, Layout
 from phalanx.shared.state import Shard
 
 PATTERNS = 64  # cached sets of present gradients; a mixture of experts may have more, which are then found anew
 
 
 @dataclass(slots=True)
-class Held:
+class HeldVector:
     """A vector that this worker holds: its number among those that it can hold, and its entries."""
 
     number: int
@@ -142,7 +142,7 @@ class ArenaLink:
     ----------
     framework : Framework
     shard : Shard
-    plan : Plan
+    plan : ArenaPlan
     placement : Placement
     arena : mmap.mmap
     barrier : Barrier
@@ -165,7 +165,7 @@ class ArenaLink:
         self,
         framework: Framework,
         shard: Shard,
-        plan: Plan,
+        plan: ArenaPlan,
         placement: Placement,
         arena: mmap.mmap,
         barrier: Barrier,
@@ -191,15 +191,15 @@ class ArenaLink:
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         self._count(0)
-        self._barrier.at(Phase.COMPUTING)
+        self._barrier.at(Stage.COMPUTING)
         self._begin_fold()
 
     def _begin_fold(self) -> None:
-        self._fold: Fold[Held] = Fold(self._replicas, self._add)
+        self._fold: Fold[HeldVector] = Fold(self._replicas, self._add)
         self._aim()
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        self._fold.push(replica, None if gradient is None else Held(self._free, gradient))
+        self._fold.push(replica, None if gradient is None else HeldVector(self._free, gradient))
         if samples:
             self._shard.leave(replica, buffers)
         self._count(self._done + 1)
@@ -208,11 +208,11 @@ class ArenaLink:
             raise Trouble
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        self._counters.parts.write(self.blocks[self._worker].start, parts, self._framework.told)
+        self._counters.parts.write(self.blocks[self._worker].start, parts, self._framework.options_checksum)
         self._mine = self._publish()
-        self._barrier.at(Phase.COMPUTED)
+        self._barrier.at(Stage.COMPUTED)
         self._barrier.wait()
-        self._barrier.at(Phase.FOLDING)
+        self._barrier.at(Stage.FOLDING)
         self.parts = [Part._make(row) for row in self._counters.parts.read()]
         return self.parts
 
@@ -224,7 +224,7 @@ class ArenaLink:
         return self.slots.state.norm(gradient, self._meet, self.there), parts
 
     def _meet(self) -> None:
-        self._barrier.at(Phase.FOLDED)
+        self._barrier.at(Stage.FOLDED)
         self._barrier.wait()
 
     def all_true(self, opinion: bool) -> bool:
@@ -233,13 +233,13 @@ class ArenaLink:
         return all(worker.opinion for worker in self._counters.workers)
 
     def commit(self, step: int, gradient: Vector | None) -> None:
-        self._barrier.at(Phase.UPDATING)
+        self._barrier.at(Stage.UPDATING)
         if gradient is not None:
             buffers = self._left() if self._worker == 0 else None
             self._shard.frozen.thaw(step, gradient)
             self._framework.update(step, gradient, buffers)
             self._shard.settle()
-        self._barrier.at(Phase.UPDATED)
+        self._barrier.at(Stage.UPDATED)
         self._barrier.wait()
 
     def _left(self) -> list[tuple[int, Any]]:
@@ -295,9 +295,9 @@ class ArenaLink:
                     views[-1] = [entry if there else None for entry, there in entries]
         return views, union(masks)
 
-    def _add(self, left: Held, right: Held) -> Held:
+    def _add(self, left: HeldVector, right: HeldVector) -> HeldVector:
         homes = self.slots.destinations(left.number)
-        return Held(left.number, self.slots.add_into(left.vector, right.vector, homes))
+        return HeldVector(left.number, self.slots.add_into(left.vector, right.vector, homes))
 
     def _aim(self) -> None:
         """Have the next replica's gradient written where no vector lies that is still needed."""

@@ -97,7 +97,7 @@ def _uncarried(kind: type[BaseException], arguments: tuple[Any, ...], state: dic
     return error
 
 
-def as_told(error: BaseException) -> tuple[Any, Any, str]:
+def sendable(error: BaseException) -> tuple[Any, Any, str]:
     """An error as it travels: itself, its cause, and where it was raised."""
     text = "".join(traceback.format_exception(error))
     cause = error.__cause__

@@ -24,9 +24,9 @@ from typing import Any
 from phalanx.definition import checks
 from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
 from phalanx.engines.processes.starter import WARM
-from phalanx.engines.recovery.failures import Deadline, FailureLog, Watch
+from phalanx.engines.recovery.failures import Deadline, FailureLog, HangWatch
 from phalanx.errors import LostError, StartError
-from phalanx.plan.lifecycle import Cause, Phase, judge
+from phalanx.plan.lifecycle import Cause, Stage, judge
 from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
 from phalanx.shared.memory import Memories, fence, order
 from phalanx.surroundings import interrupts, presence
@@ -230,7 +230,7 @@ class WorkerPool:
 
     Attributes
     ----------
-    told : list of WorkerMessage
+    messages : list of WorkerMessage
         The workers' messages, in the order in which they were read.
     interrupted : bool
         Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have stopped yet.
@@ -245,7 +245,7 @@ class WorkerPool:
         deadline: Deadline,
         failures: FailureLog,
     ) -> None:
-        self.told: list[WorkerMessage] = []
+        self.messages: list[WorkerMessage] = []
         self.interrupted = False
         self.alarm: Callable[[], str] = str
         self._memories = memories
@@ -335,7 +335,7 @@ class WorkerPool:
         """Wait until ``until()``; ``steps``: how many finished steps are worth waking up for."""
         counters, done = self.counters, False
         counters.awaited = steps
-        watch = Watch(self._deadline)
+        watch = HangWatch(self._deadline)
         while not done:
             self._check_interrupted()
             counters.asleep = 1
@@ -349,7 +349,7 @@ class WorkerPool:
 
     def _in_user_code(self, number: int) -> bool:
         """Whether a worker may be in the user's code: it computes, and waits for nobody."""
-        computing = self.counters.progress()[number].phase <= Phase.COMPUTING
+        computing = self.counters.progress()[number].stage <= Stage.COMPUTING
         return (self.counters.kind == TASK or computing) and not self.counters.idle(number)
 
     def _check_interrupted(self) -> None:
@@ -414,7 +414,7 @@ class WorkerPool:
         elif kind == "warning":
             self._output.warn(*facts)
         else:
-            self.told.append(WorkerMessage(handle.number, kind, *(facts[1:] if kind == "result" else facts)))
+            self.messages.append(WorkerMessage(handle.number, kind, *(facts[1:] if kind == "result" else facts)))
             if kind == "failed":
                 self._starting.discard(handle.number)
 

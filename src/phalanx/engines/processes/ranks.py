@@ -22,7 +22,7 @@ from phalanx.engines.processes.link import ArenaLink
 from phalanx.errors import RunError, Trouble
 from phalanx.plan import share_weights
 from phalanx.plan.fold import Fold
-from phalanx.plan.lifecycle import Phase
+from phalanx.plan.lifecycle import Stage
 from phalanx.seams import Framework
 from phalanx.seams.records import Part, Vector, losses_of, with_losses
 from phalanx.shared.counters import LEAVE
@@ -146,8 +146,8 @@ class RankLink(ArenaLink):
 
     def _compare(self, norm: float) -> None:
         """Meet the other workers, and see that all have the same gradient."""
-        told = float(zlib.crc32(f"{norm} {self._weights}".encode())) if self._due else norm
-        self._counters.sums[self._worker] = told
+        published = float(zlib.crc32(f"{norm} {self._weights}".encode())) if self._due else norm
+        self._counters.sums[self._worker] = published
         self._meet()
         came = list(map(repr, self._counters.sums.tolist()))
         if len(set(came)) > 1:
@@ -162,12 +162,12 @@ class RankLink(ArenaLink):
         # The first worker has written the step's report when it comes here. Survivors that have updated are not taken
         # back, so none may update before.
         self._barrier.wait()
-        self._barrier.at(Phase.UPDATING)
+        self._barrier.at(Stage.UPDATING)
         if gradient is not None:
             self._framework.update(step, gradient, self._left())
         if self.average is not None:
             self.average(step)
-        self._barrier.at(Phase.UPDATED)
+        self._barrier.at(Stage.UPDATED)
         self._barrier.wait()
         # Now that nobody does this step again all workers note the same.
         if len(self._seen) < KINDS or self._sizes in self._seen:

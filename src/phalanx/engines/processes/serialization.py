@@ -1,7 +1,7 @@
-"""Parcels that a caller hands to its own workers in shared memory: functions by cloudpickle, arrays as raw memory.
+"""Packs what a caller hands to its workers in shared memory: functions by cloudpickle, arrays as raw memory.
 
 A recipe travels with settings of the process and the source of modules as the caller imported it, so that user code
-finds the same surroundings in a worker. Only children that inherited its descriptor read a parcel; nothing is ever
+finds the same surroundings in a worker. Only children that inherited its descriptor read that memory; nothing is ever
 unpickled from disk or network. Arrays travel beside the pickle (protocol 5, out of band), so all workers map one copy.
 """
 
@@ -194,13 +194,13 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *
 
 
 def pack_recipe(
-    definition: Definition, framework: str, environment: Memory, parcel: Memory, facts: Mapping[str, Any]
+    definition: Definition, framework: str, environment: Memory, recipe_memory: Memory, facts: Mapping[str, Any]
 ) -> None:
     """Write this process's surroundings, and a recipe with other facts, for processes that start from here."""
     pack({**described(framework), "threads": definition.threads}, environment, reduced_by_frameworks)
     fields = {item.name: getattr(definition, item.name) for item in dataclasses.fields(Definition)}
     known = [] if definition.batches is None else definition.batches.known
-    pack({**facts, "fields": fields, "epochs": known}, parcel, reduced_by_frameworks)
+    pack({**facts, "fields": fields, "epochs": known}, recipe_memory, reduced_by_frameworks)
 
 
 def described(framework: str) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def remarked(error: Exception) -> Exception:
 
 
 def _define(kind: type, state: Any) -> type:
-    """Fill a class that travels by value, once: a later parcel has it again, with other copies of its globals."""
+    """Fill a class that travels by value, once: what is packed later has it again, with other copies of its globals."""
     if kind not in _DEFINED:
         _DEFINED.add(kind)
         cloudpickle.cloudpickle._class_setstate(kind, state)

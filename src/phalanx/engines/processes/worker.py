@@ -24,7 +24,7 @@ from phalanx.definition.fields import unpacked
 from phalanx.engines.gradients import Gradients
 from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.processes.link import ArenaLink
-from phalanx.engines.processes.messages import DriverChannel, as_told
+from phalanx.engines.processes.messages import DriverChannel, sendable
 from phalanx.engines.processes.ranks import HostRankLink, RankLink
 from phalanx.engines.processes.serialization import adopt_environment, remarked, unpack
 from phalanx.engines.reading import taken
@@ -37,7 +37,7 @@ from phalanx.seams import Framework
 from phalanx.seams.records import Todo, Weights
 from phalanx.shared.counters import BATCH, LEAVE, STEPS, Barrier
 from phalanx.shared.inputs import Inputs
-from phalanx.shared.layout import Plan
+from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.memory import Memories, Memory, fence, give_back, order
 from phalanx.shared.state import CopiedShard, Shard
 from phalanx.step import Proposal, commit, following, measure
@@ -59,7 +59,7 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
         worker.take(orders)
         give_back()  # the model as it was made, before it moved into the arena
     except Exception as error:
-        caller.tell("failed", *as_told(remarked(error)))
+        caller.tell("failed", *sendable(remarked(error)))
         return
     caller.tell("ready")
     with worker.environment:
@@ -67,7 +67,7 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
 
 
 class Worker:
-    """The state of worker ``number``; ``setup`` is the caller's parcel."""
+    """The state of worker ``number``; ``setup`` is what the caller wrote to the recipe's memory."""
 
     def __init__(self, caller: DriverChannel, setup: dict[str, Any], memories: Memories, number: int) -> None:
         warnings.showwarning = self._pass_on
@@ -97,7 +97,7 @@ class Worker:
     def _share(self, memories: Memories, setup: dict[str, Any]) -> None:
         if setup["averaging"] is not None:
             self._framework.sharing.averaging = setup["averaging"], None
-        plan = Plan(self._framework.sharing, self._placement, setup["contents"])
+        plan = ArenaPlan(self._framework.sharing, self._placement, setup["contents"])
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
                 "make_model returned another model in a worker process than in this one; it must return the same "
@@ -165,7 +165,7 @@ class Worker:
                 self._fail()
             except BaseException as error:  # sys.exit() in user code, too
                 self._fail()
-                self._caller.tell("error", *as_told(error), self._step)
+                self._caller.tell("error", *sendable(error), self._step)
             sys.stdout.flush()
             order()
 
@@ -201,7 +201,7 @@ class Worker:
             commit(self._framework, self._link, t, proposal)
         except BaseException as error:
             if not isinstance(error, Trouble):
-                self._caller.tell("torn", *as_told(error), t)
+                self._caller.tell("torn", *sendable(error), t)
             raise Trouble from error
         self._come_to(t + 1)
         failed = None
@@ -209,7 +209,7 @@ class Worker:
             self._framework.schedule(proposal.loss)
         except Exception as error:
             self._fail()
-            self._caller.tell("unscheduled", *as_told(error), t)
+            self._caller.tell("unscheduled", *sendable(error), t)
             failed = error
         if self._number == 0:
             ended = time.perf_counter()
@@ -262,7 +262,7 @@ class Worker:
 
     def _checksum(self, contents: int) -> int:
         """The checksum of this worker's part of the snapshot (``contents``: of its arrays) and of its options."""
-        return contents ^ int(self._framework.told[0])
+        return contents ^ int(self._framework.options_checksum[0])
 
     def _fail(self) -> None:
         """Have the others leave the grant. A barrier that this worker has reached lets them pass.

@@ -64,13 +64,15 @@ def main(fd: int, parent: int, folder: str, frameworks: Sequence[str]) -> None:
         # The signal is bound to a thread that may end, so from here on we watch; if we are stopped it wakes us.
         _control(PR_SET_PDEATHSIG, signal.SIGCONT)
         with socket.socket(fileno=fd) as server:
-            Nursery(server, watched).serve()
+            ForkServer(server, watched).serve()
     shutil.rmtree(folder, ignore_errors=True)  # the parent may have had no time to
     os._exit(0)
 
 
-class Nursery:
-    """The zygote at work.
+class ForkServer:
+    """Forks a worker for each request of the parent, and kills workers and reports how they ended when it asks.
+
+    Workers that are left when the parent has ended are killed.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.processes.messages import End
 from phalanx.errors import LostError, RunError, spell_samples
 from phalanx.plan.fold import Placement
-from phalanx.plan.lifecycle import OWN, Cause, Phase, Place, Streak, Tally
+from phalanx.plan.lifecycle import OWN, Cause, Place, Stage, Streak, Tally
 from phalanx.seams import Framework
 from phalanx.seams.records import Incident, RunState
 from phalanx.shared.counters import TASK, Counters
@@ -25,7 +25,7 @@ RECENT = 21  # steps whose median tells how long one takes
 PATIENCE, SLOWER, FIRST_PATIENCE = 60.0, 20, 600.0  # seconds; times a usual step; seconds while none is known
 STARTING = 120.0  # seconds for imports and make_model, at least
 AWAKE_SECONDS = 5.0  # between two checks: more means that this process was stopped, and perhaps the workers with it
-PARTS = {Phase.SAVING: "save", Phase.FOLDING: "fold", Phase.UPDATING: "update"}
+PARTS = {Stage.SAVING: "save", Stage.FOLDING: "fold", Stage.UPDATING: "update"}
 DOING = {
     "save": "in its snapshot, or the schedule before it",
     "fold": "in its fold",
@@ -62,7 +62,7 @@ class Deadline:
         return max(PATIENCE, SLOWER * statistics.median(self._recent)) if self._recent else FIRST_PATIENCE
 
 
-class Watch:
+class HangWatch:
     """Notices that nothing has changed for too long. Time in which this process was stopped does not count."""
 
     def __init__(self, deadline: Deadline) -> None:
@@ -181,7 +181,7 @@ class FailureLog:
 
     def _place(self, worker: int, end: End) -> Place:
         """What a worker was doing when it died."""
-        step, phase = self._counters.progress()[worker]
+        step, stage = self._counters.progress()[worker]
         if not end.ready:
             return Place(-1, "start")
         if self._counters.idle(worker):
@@ -189,9 +189,9 @@ class FailureLog:
         if self._counters.kind == TASK:
             return Place(step, "task", self._tasks)
         done = self._counters.workers[worker].replicas
-        if phase == Phase.COMPUTING and done < len(self._placement.blocks[worker]):
+        if stage == Stage.COMPUTING and done < len(self._placement.blocks[worker]):
             return Place(step, "compute", done)
-        return Place(step, PARTS.get(phase, "wait"))
+        return Place(step, PARTS.get(stage, "wait"))
 
     def _error(self, worker: int, streak: Streak, step: int) -> RunError:
         point, count = streak.place, len(streak.causes)

@@ -251,7 +251,7 @@ class Supervisor:
             return
         self._replace(fallen, step)
         loss = self._loss(step - 1) if step > self._base[0] else 0.0
-        if self._told("resume", {"step": step, "loss": loss}):
+        if self._done_by_all("resume", {"step": step, "loss": loss}):
             self._repair = None
 
     def _handed_over(self) -> bool:
@@ -264,16 +264,16 @@ class Supervisor:
         """
         dead = set(self._failures.dead)
         for source in self._pool.alive:
-            self._pool.told = self._errors()  # what the task that broke off came to is no answer here
+            self._pool.messages = self._errors()  # what the task that broke off came to is no answer here
             pack({"task": "hand_over", "source": source}, self._mailbox, reduced)
             self._pool.grant(TASK)
             self._pool.wait(lambda: self._counters.all_idle(self._pool.alive) or set(self._failures.dead) != dead, LONG)
-            told = [message for message in self._pool.told if message.worker == source and message.kind == "result"]
+            results = [item for item in self._pool.messages if item.worker == source and item.kind == "result"]
             if set(self._failures.dead) != dead:
                 return False
-            if told:
-                self._pool.told = self._errors()
-                self._foreign = told[0].content["foreign"]
+            if results:
+                self._pool.messages = self._errors()
+                self._foreign = results[0].content["foreign"]
                 return True
         raise LostError(f"no worker that is left can hand over the state: {first_error(self._errors())}")
 
@@ -287,7 +287,7 @@ class Supervisor:
             kept = self._put()
         restore = kept != self._home
         self._replace(fallen, kept)
-        if self._told("take", {"orders": {**self._described(kept), "restore": restore}}):
+        if self._done_by_all("take", {"orders": {**self._described(kept), "restore": restore}}):
             self._repair = None
 
     def _do_again(self, step: int) -> None:
@@ -307,19 +307,19 @@ class Supervisor:
         self._pool.grant(STEPS if batch is None else BATCH)
         self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
 
-    def _told(self, task: str, facts: Mapping[str, Any]) -> bool:
+    def _done_by_all(self, task: str, facts: Mapping[str, Any]) -> bool:
         """Have all workers do something about the state; False if one died meanwhile."""
         if not self._failures.dead:
             pack({**facts, "task": task}, self._mailbox, reduced)
             self._pool.grant(TASK)
             self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
-            self._pool.told = self._errors()
-            if any(isinstance(message.content, LostError) for message in self._pool.told):
-                raise first_error(self._pool.told)
+            self._pool.messages = self._errors()
+            if any(isinstance(message.content, LostError) for message in self._pool.messages):
+                raise first_error(self._pool.messages)
         return not self._failures.dead
 
     def _errors(self) -> list[WorkerMessage]:
-        return [message for message in self._pool.told if message.kind != "result"]
+        return [message for message in self._pool.messages if message.kind != "result"]
 
     def _replace(self, workers: Sequence[int], step: int, *, joining: bool = False) -> None:
         """Start workers at ``step``; returns when they are ready, or have died again."""
@@ -327,8 +327,8 @@ class Supervisor:
         pack(orders, self._orders, reduced)
         self._pool.start(workers)
         self._failures.started(step)
-        if any(message.kind == "failed" for message in self._pool.told):
-            raise unfit(first_error(self._pool.told))
+        if any(message.kind == "failed" for message in self._pool.messages):
+            raise unfit(first_error(self._pool.messages))
 
     @property
     def _seen(self) -> int:

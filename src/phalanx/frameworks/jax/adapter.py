@@ -116,7 +116,7 @@ class Jax(ArrayFramework):
     def tell(self, watch: Watch, device: int, key: int, share: Share) -> None:
         """Batch, output and equations, computed separately for this."""
         samples = self.batch(key, share)
-        watch.told("batch", "", samples)
+        watch.report("batch", "", samples)
         samples = jax.device_put(samples, self._device)
         self._forward.tell(watch, self._state.params, samples, key, self._state.buffers)
 

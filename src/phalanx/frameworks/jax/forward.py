@@ -71,7 +71,7 @@ class Forward(Functions):
         data = words(key) if self._keyed else None
         if watch.operations:
             tell_equations(watch, self._output, (params, batch, data, state))
-        watch.told("output", "", self._evaluated(params, batch, data, state)[0])
+        watch.report("output", "", self._evaluated(params, batch, data, state)[0])
         if watch.operations:
             tell_equations(watch, jax.value_and_grad(self._loss, has_aux=True), (params, batch, data, state))
 
@@ -200,7 +200,7 @@ def _done(watch: Watch, traced: ClosedJaxpr, arguments: Sequence[Any]) -> Iterat
             output = equation.primitive.bind(*functions, *given, **parameters)
             outputs = list(output) if equation.primitive.multiple_results else [output]
             kind = "backward" if BACKWARD in str(equation.source_info.name_stack) else "operation"
-            watch.told(kind, equation.primitive.name, (list(map(plain, outputs)), _frames(equation)))
+            watch.report(kind, equation.primitive.name, (list(map(plain, outputs)), _frames(equation)))
         known.update(zip(equation.outvars, outputs, strict=True))
     yield from map(read, traced.jaxpr.outvars)
 

@@ -81,7 +81,7 @@ class Update:
         None if the first owner must update all: an update depends on what another owns, or is another program beside
         small arrays (see ``restrict``). The traced update shows this, so no optimizer has to be known.
         """
-        program, leaves = Program(self._of_leaves, self._params, self._state), range(len(self._state))
+        program, leaves = TracedUpdate(self._of_leaves, self._params, self._state), range(len(self._state))
         parts = [[index for index, owner in enumerate(owners) if owner == each] for each in sorted(set(owners))]
         needed = [its for owned in parts if (its := program.needed(owned, [])) is not None]
         if len(needed) < len(parts):
@@ -119,10 +119,10 @@ class Update:
 
         return update
 
-    def _fits(self, program: Program, owned: Sequence[int], held: Sequence[int]) -> bool:
+    def _fits(self, program: TracedUpdate, owned: Sequence[int], held: Sequence[int]) -> bool:
         """Whether these parameters and leaves of the state are updated alike where all other parameters are small."""
         try:
-            small = Program(self._of_leaves, *self._small(owned))
+            small = TracedUpdate(self._of_leaves, *self._small(owned))
         except Exception:  # the optimizer wants certain shapes
             return False
         return small.part(owned, held) == program.part(owned, held)
@@ -155,7 +155,7 @@ class Update:
         return optax.apply_updates(params, updates), jax.tree.map(strong, state)
 
 
-class Program:
+class TracedUpdate:
     """An update as jax traces it, from leaves to leaves. It says what some of its outputs depend on.
 
     Parameters

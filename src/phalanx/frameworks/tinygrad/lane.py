@@ -53,14 +53,14 @@ class Program(NamedTuple):
     ----------
     inputs : list of Tensor
         Its batch is written here.
-    told : dict
+    constants : dict
         What a trace returned that is no tensor.
     run : callable
         Computes; the next call overwrites what it returns.
     """
 
     inputs: list[Tensor]
-    told: dict[str, Any]
+    constants: dict[str, Any]
     run: Callable[[], Any]
 
 
@@ -110,7 +110,7 @@ class Lane:
             return [[plain(tensor) for tensor in part] for part in (computed, self.buffers)]
 
         self._unread = read
-        return functools.partial(self._ended, read, program.told)
+        return functools.partial(self._ended, read, program.constants)
 
     def _ended(self, read: Callable[[], Any], constants: dict[str, Any]) -> Computed:
         """What a replica computed, in numpy arrays of its own."""

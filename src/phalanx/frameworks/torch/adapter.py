@@ -91,8 +91,8 @@ class Torch:
         return self._updates.lr
 
     @property
-    def told(self) -> tuple[float, float]:
-        return self._updates.told
+    def options_checksum(self) -> tuple[float, float]:
+        return self._updates.options_checksum
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         return self._lane.gradients(todo, watch)

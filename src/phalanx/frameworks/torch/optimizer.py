@@ -82,9 +82,9 @@ class Update:
         return torch.linalg.vector_norm(self._parameters[0].detach().reshape(-1)[:0]).dtype
 
     @property
-    def told(self) -> tuple[float, float]:
+    def options_checksum(self) -> tuple[float, float]:
         """A checksum of options, and a learning rate; zeros for a foreign optimizer: one worker alone has its."""
-        return (0.0, 0.0) if self.foreign else self._schedules.told
+        return (0.0, 0.0) if self.foreign else self._schedules.options_checksum
 
     def options(self) -> list[Any]:
         """Options of parameter groups and the state of schedules, for a process that continues."""
@@ -243,7 +243,7 @@ def retrain(updates: Updates, change: Training) -> None:
     for parameter in chosen.values():
         parameter.requires_grad_(change.trained)
     for schedule in schedules:
-        vars(schedule).pop("told", None)
+        vars(schedule).pop("options_checksum", None)
 
 
 def updates_of(definition: Definition, named: Named, model: torch.nn.Module) -> Updates:

@@ -41,7 +41,7 @@ PURE = (  # those of torch without functions of the user's, which might draw ran
     lr_scheduler.CosineAnnealingWarmRestarts, lr_scheduler.OneCycleLR, lr_scheduler.LinearLR, ReduceLROnPlateau,
 )  # fmt: skip
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-APART = (torch.nn.Parameter, torch.nn.Module, *GENERATORS)  # each process has its own
+PER_PROCESS = (torch.nn.Parameter, torch.nn.Module, *GENERATORS)  # each process has its own
 
 
 class Schedules:
@@ -84,7 +84,7 @@ class Schedules:
             group["params"] = [parameter for parameter in parameters if id(parameter) in mine]
 
     @functools.cached_property
-    def told(self) -> tuple[float, float]:
+    def options_checksum(self) -> tuple[float, float]:
         """What workers compare before an update: a checksum of options and what is frozen; the first group's rate."""
         lr = torch.as_tensor(self._groups[0].get("lr", math.nan), dtype=torch.float64).mean()
         options = [_options(group) for group in self._groups]
@@ -126,7 +126,7 @@ class Schedules:
         return None if self._on_metric else mean
 
     def _step_all(self, loss: float) -> None:
-        vars(self).pop("told", None)
+        vars(self).pop("options_checksum", None)
         if self._drawing:
             generators.seed(update_key(self._seed, self._steps - 1), self._owned)
         versions = list(map(VERSION, self._parameters))
@@ -172,7 +172,7 @@ class Schedules:
         """
         groups = [[_options(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
         states = [
-            {key: value for key, value in scheduler.state_dict().items() if not _apart(value)}
+            {key: value for key, value in scheduler.state_dict().items() if not _per_process(value)}
             for scheduler in self._schedulers
         ]
         states += [] if self._epoch_ended is None else [dict(self._counted)]
@@ -180,7 +180,7 @@ class Schedules:
 
     def take_options(self, groups: list[Any], states: list[Any], steps: int, trained: dict[int, bool]) -> None:
         """Continue with the ``options`` of another process."""
-        vars(self).pop("told", None)
+        vars(self).pop("options_checksum", None)
         self._steps = int(steps)
         for number, (parameter, was) in enumerate(zip(self._parameters, self._trained, strict=True)):
             parameter.requires_grad_(trained.get(number, was))
@@ -206,10 +206,10 @@ def _plain(value: Any) -> Any:
 ENCODE = json.JSONEncoder(default=_plain, skipkeys=True).encode
 
 
-def _apart(value: Any) -> bool:
+def _per_process(value: Any) -> bool:
     """Whether a value is, or contains, what each process has of its own."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-    return isinstance(value, APART) or any(map(_apart, inner))
+    return isinstance(value, PER_PROCESS) or any(map(_per_process, inner))
 
 
 def _homes(optimizers: Sequence[torch.optim.Optimizer], named: Named) -> dict[int, int]:

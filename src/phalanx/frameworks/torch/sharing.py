@@ -82,7 +82,7 @@ class Sharing:
         else:
             contents = dataclasses.replace(self._contents(known.state, 1), frozen=known.frozen, private=known.private)
         if placement.copies:
-            contents = apart(contents)
+            contents = unshared(contents)
         alone = self.updates.whole and not placement.copies
         owners = [0] * len(self.parameters) if alone else contents.owners(placement.workers)
         return lay_out(contents, owners, placement, take)
@@ -204,7 +204,7 @@ class CopiedState(SharedState):
         self._state.adopt(on, more=more)
 
 
-def apart(contents: Contents) -> Contents:
+def unshared(contents: Contents) -> Contents:
     """The same contents, with memory of its own for each parameter; on other devices, parameters share none."""
     sizes = [spec.nbytes for spec in contents.gradients]
     return dataclasses.replace(contents, storages=sizes, storage_of=list(range(len(sizes))), frozen=[])

@@ -140,12 +140,12 @@ class Buffers:
         return first if all(same_bytes(first, other) for other in others) else mean_of(values, weights)
 
     @functools.cached_property
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[FlatBuffers]:
         """All buffers, by dtype."""
         numbers: dict[torch.dtype, list[int]] = {}
         for number, start in enumerate(self.starts):
             numbers.setdefault(start.dtype, []).append(number)
-        return [Row(self.starts, mine) for mine in numbers.values()]
+        return [FlatBuffers(self.starts, mine) for mine in numbers.values()]
 
     def _write(self) -> None:
         """Put the buffers back to the step's start. Equal ones stay unwritten: constants may be read-only."""
@@ -177,7 +177,7 @@ def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
     ]
 
 
-class Row:
+class FlatBuffers:
     """Buffers of one dtype on a device, one after another in flat memory.
 
     Parameters

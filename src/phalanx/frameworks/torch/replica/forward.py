@@ -123,7 +123,7 @@ class Forward:
             return loss_fn(self._model, self.to_device(batch))
         output = self.output(batch, origin)
         if watch is not None:
-            watch.told("output", "", output)
+            watch.report("output", "", output)
         if loss_fn is None:
             return output
         target = self.target(batch)
@@ -230,12 +230,12 @@ def _named(name: str, output: dict[Any, Any]) -> Named | None:
             f"names are strings of at most {LONGEST_NAME - 2} characters: leave some out, or shorten their names"
         )
     return {
-        key: (_apart(value), None if weight is None else checks.weight(f"{name}, for {key!r},", weight))
+        key: (_detached(value), None if weight is None else checks.weight(f"{name}, for {key!r},", weight))
         for key, (value, weight) in sorted(pairs.items())
     } or None
 
 
-def _apart(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else float(value)
 
 

@@ -140,7 +140,7 @@ class Lane:
             buffers = self.buffers.left()
             if watch is not None:
                 for name, value in zip(self.buffers.paths, buffers, strict=True):
-                    watch.told("buffer", name, value)
+                    watch.report("buffer", name, value)
             return Computed(read, weight, taken, buffers, named)
         finally:
             self._retrain(trained)
@@ -181,7 +181,7 @@ class Lane:
     def _batch(self, key: int | None, share: Share, watch: Watch | None) -> Any:
         batch = self._read_batch(key, share)
         if watch is not None:
-            watch.told("batch", "", batch)
+            watch.report("batch", "", batch)
         return batch
 
     def _trained(self, phase: int) -> list[torch.Tensor] | None:
@@ -219,20 +219,20 @@ class Lane:
         if not watch.parameters:
             with watching(self.model, watch):
                 return self.gradient(todo, watch=watch)
-        watch.told("model", "model", self.model)
+        watch.report("model", "model", self.model)
         before = [(parameter.data_ptr(), word_sum(parameter)) for parameter in self.parameters]
         computed = self.gradient(todo, watch=watch)
         for (name, parameter), (address, total) in zip(self.named, before, strict=True):
             if parameter.data_ptr() != address:
-                watch.told("written", name, "was given other memory (.data = ...)")
+                watch.report("written", name, "was given other memory (.data = ...)")
             elif word_sum(parameter) != total:
-                watch.told("written", name, "was written")
+                watch.report("written", name, "was written")
         return computed
 
     def _tell_early(self, watch: Watch | None) -> None:
         if watch is not None and watch.parameters:
             for name in (name for name, parameter in self.named if parameter.grad is not None):
-                watch.told("early", name, EARLY)
+                watch.report("early", name, EARLY)
 
     @functools.cached_property
     def shown(self) -> Shown:

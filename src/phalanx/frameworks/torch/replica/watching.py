@@ -32,7 +32,7 @@ def watching(model: torch.nn.Module, watch: Watch) -> Iterator[None]:
 
 
 def _module_done(watch: Watch, path: str, module: torch.nn.Module, _: Any, output: Any) -> None:
-    watch.told("module", path, output)
+    watch.report("module", path, output)
 
 
 class Operations(TorchDispatchMode):
@@ -59,7 +59,7 @@ class Operations(TorchDispatchMode):
         if any(_address(leaf) in self._blank for leaf in outputs):  # a view of it, too
             return output
         kind = "operation" if torch._C._current_autograd_node() is None else "backward"
-        self._watch.told(kind, str(func), (output,))
+        self._watch.report(kind, str(func), (output,))
         return output
 
 

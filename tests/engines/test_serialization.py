@@ -1,4 +1,4 @@
-"""Parcels: what a caller hands to its workers arrives as it was, or is refused with the path to it."""
+"""What a caller hands to its workers arrives as it was, or is refused with the path to it."""
 
 import contextlib
 import copyreg
@@ -312,7 +312,7 @@ def test_tensors_that_share_memory_go_on_sharing_it(sent):
 
 
 def test_one_object_stays_one_object(sent):
-    """Identity inside a parcel is kept: lists, tensors, arrays, parameters, cycles."""
+    """Identity within what is packed is kept: lists, tensors, arrays, parameters, cycles."""
     array, tensor, inner = np.arange(3), torch.arange(3), [1]
     inner.append(inner)
     got = sent([array, array, tensor, tensor, inner])
@@ -534,7 +534,7 @@ def test_a_parameter_arrives_with_its_gradient_settings(sent):
 
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_a_memory_map_travels_by_its_file(sent, memory, tmp_path, order):
-    """The parcel holds the name of the file, not what is in it; writes by the reader do not reach the file."""
+    """What is packed holds the name of the file, not what is in it; writes by the reader do not reach the file."""
     path, shape = tmp_path / "data", (1000, 7)
     mapped = np.memmap(path, dtype=np.float32, mode="w+", shape=shape, offset=128, order=order)
     mapped[:] = np.arange(7000).reshape(shape)
@@ -568,7 +568,7 @@ def test_a_private_memory_map_arrives_with_what_was_written_to_it(sent, tmp_path
     assert sent(mapped).tolist() == [0, 1, 99, 3, 4]
 
 
-def test_parcels_grow_and_shrink_in_one_memory(memory):
+def test_what_is_packed_grows_and_shrinks_in_one_memory(memory):
     """A mailbox is used again and again: small after big leaves nothing of the big one."""
     for size in (3, 100_000, 1, 0, 300_000, 5):
         pack({"x": torch.full((size,), float(size)), "n": size}, memory, reduced)
@@ -662,8 +662,8 @@ def test_paths(memory, thing, path):
     assert str(error.value).strip().startswith(f"{path} (")
 
 
-def test_a_refused_parcel_is_no_harm(memory):
-    """After an error the same memory takes another parcel; a run goes on after a refused batch or metric."""
+def test_what_was_refused_is_no_harm(memory):
+    """After an error the same memory takes something else; a run goes on after a refused batch or metric."""
     with pytest.raises(UsageError):
         pack([threading.Lock()], memory, reduced)
     pack("fine", memory, reduced)
