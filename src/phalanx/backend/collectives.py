@@ -24,6 +24,7 @@ from phalanx.plan import share_bounds
 from phalanx.plan.fold import fold_values
 from phalanx.shared.memory import order
 
+Tensors = Sequence[torch.Tensor]
 KEPT_VIEWS = 64
 SIZE = 26  # the bit of a signature from which on it holds a number of bytes
 MOST = (1 << 37) - 1  # bytes that fit there
@@ -172,7 +173,7 @@ class Reduction:
             return False
         return True
 
-    def into(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def into(self, parts: Tensors, out: torch.Tensor) -> None:
         """Reduce ``parts``, one per rank, into ``out``, which must not be one of them."""
         op = self._op
         if len(parts) == 2 and not self._narrow:
@@ -230,7 +231,7 @@ def broadcast(rounds: GroupRounds, flat: torch.Tensor, root: int) -> Steps:
 
 
 def all_gather(
-    rounds: GroupRounds, outputs: Sequence[torch.Tensor], flat: torch.Tensor, kind: str = "all_gather", root: int = 0
+    rounds: GroupRounds, outputs: Tensors, flat: torch.Tensor, kind: str = "all_gather", root: int = 0
 ) -> Steps:
     """Copy what each rank has into ``outputs``. Every rank has some; in a "gather", only the root."""
     word = _word(kind, flat, root=root)
@@ -242,7 +243,7 @@ def all_gather(
             output[start : start + len(part)].copy_(slots[rank])
 
 
-def scatter(rounds: GroupRounds, flat: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Steps:
+def scatter(rounds: GroupRounds, flat: torch.Tensor, inputs: Tensors, root: int) -> Steps:
     """Each rank gets its part of what the root has. Only the root has ``inputs``."""
     word = _word("scatter", flat, root=root)
     for start, part in _pieces(flat, SLOT // rounds.size):
@@ -253,9 +254,7 @@ def scatter(rounds: GroupRounds, flat: torch.Tensor, inputs: Sequence[torch.Tens
         part.copy_(dealt[root])
 
 
-def reduce_scatter(
-    rounds: GroupRounds, flat: torch.Tensor, reduction: Reduction, inputs: Sequence[torch.Tensor]
-) -> Steps:
+def reduce_scatter(rounds: GroupRounds, flat: torch.Tensor, reduction: Reduction, inputs: Tensors) -> Steps:
     """Each rank ends with the reduction of its part; ``inputs``: this rank's parts, one for each."""
     word = _word("reduce_scatter", flat, reduction)
     for start, part in _pieces(flat, SLOT // rounds.size):
@@ -265,7 +264,7 @@ def reduce_scatter(
         reduction.into(dealt, part)
 
 
-def all_to_all(rounds: GroupRounds, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Steps:
+def all_to_all(rounds: GroupRounds, outputs: Tensors, inputs: Tensors) -> Steps:
     """Part i of each rank goes to rank i, where it becomes part j, if it came from rank j. Parts may differ in size.
 
     Raises
@@ -360,7 +359,7 @@ def _shown(rounds: GroupRounds, word: int, part: torch.Tensor, *, shows: bool = 
     return slots
 
 
-def _dealt(rounds: GroupRounds, word: int, dtype: torch.dtype, step: int, parts: Sequence[torch.Tensor]) -> Steps:
+def _dealt(rounds: GroupRounds, word: int, dtype: torch.dtype, step: int, parts: Tensors) -> Steps:
     """Come to a round and show a part for each rank, ``step`` elements apart. Returns the parts for this rank."""
     yield from rounds.come(word)
     slots = [slot.view(rounds.size, step) for slot in rounds.slots(dtype, rounds.size * step)]

@@ -75,7 +75,7 @@ class Loop:
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._heard = 0  # incidents that the observers have heard of
-        self._heard_elsewhere = 0  # incidents that observers of another process heard of, while that one reported
+        self._elsewhere = 0  # incidents that observers of another process heard of, while that one reported
         self._ended = ""  # why no step can follow
         self._completing = False
         self._due: Again | None = None  # the task that is under way, of those that complete a step
@@ -122,15 +122,13 @@ class Loop:
 
     def _succeed(self) -> Sequence[Observer]:
         """Take what this process needs if it reports and saves in place of another, as soon as that can be had."""
-        more: Sequence[Observer] | None = ()
+        more: Sequence[Observer] = ()
         if self._successors is not None and self._engine.run_state.leads:
-            more = next(self._successors, None)
-            self._observers += tuple(more or ())
-            self._successors = None if more is None else self._successors
-            unheard = self._engine.run_state.incidents[self._heard_elsewhere :]
-            for observer, incident in itertools.product(more or (), unheard):
+            more = next(self._successors, ())
+            self._observers += tuple(more)
+            for observer, incident in itertools.product(more, self._engine.run_state.incidents[self._elsewhere :]):
                 observer.happened(incident)
-        return more or ()
+        return more
 
     def complete(self, *, again: bool = True) -> None:
         """Do the remaining tasks of steps that are done; without ``again``, up to the first that has to succeed."""
@@ -373,7 +371,7 @@ class Loop:
             for observer in self._observers:
                 observer.happened(incident)
         self._heard = len(incidents)
-        self._heard_elsewhere = self._heard_elsewhere if self._engine.run_state.leads else self._heard
+        self._elsewhere = self._elsewhere if self._engine.run_state.leads else self._heard
 
 
 def merged(reports: Sequence[StepReport], definition: Definition) -> StepReport:
