@@ -10,6 +10,7 @@ import signal
 import time
 import types
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.engines.hosts import ranks
+from phalanx.engines.hosts import ranks, transport
 from phalanx.engines.hosts.early import Early
+from phalanx.engines.processes import driver
 from phalanx.engines.processes.ranks import RankLink
 from phalanx.engines.processes.worker import Worker
 from phalanx.engines.recovery.supervisor import Supervisor
@@ -1128,6 +1130,33 @@ def test_kills_at_random(count):
         result = run.result()
     assert ended
     assert (result.digest, result.loss_history) == trained(recipe, 1)
+
+
+def dying(flag, patch):
+    """A worker that ends when it is to meet the others, the first one of all."""
+    make = transport.Gloo
+
+    def meet(*facts):
+        try:
+            os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return make(*facts)
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+    patch.setattr(transport, "Gloo", meet)
+
+
+@pytest.mark.timeout(100)
+def test_a_death_while_workers_meet(wanted, tmp_path):
+    """The others go on at once. They waited in torch until it gave up, which is after an hour here."""
+    recipe = norm_recipe()
+    recipe = dataclasses.replace(
+        recipe, make_model=Planted(recipe.make_model, functools.partial(dying, str(tmp_path / "flag")))
+    )
+    with mock.patch.object(driver, "CONNECTING", 3600.0):
+        result = recipe.train(devices=["cpu"] * 3, deadline_seconds=3600.0)
+    assert (result.digest, result.loss_history) == wanted
+    assert [incident.kind for incident in result.incidents][:1] == ["death"]
 
 
 def test_a_death_in_an_evaluation(wanted):

@@ -13,15 +13,19 @@ import os
 import re
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
 from phalanx.errors import SeveredError
 
+T = TypeVar("T")
+BRIEF_SECONDS = 0.005
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
 SIOCGIFADDR = 0x8915
@@ -101,6 +105,25 @@ def poll(done: Callable[[], bool], check: Callable[[], object]) -> None:
         check()
         time.sleep(nap)
         nap = min(2 * nap, LONGEST_NAP_SECONDS)
+
+
+def in_thread(ask: Callable[[], T], check: Callable[[], object]) -> T:
+    """Ask torch in a thread of its own, as it may wait long; ``check`` is called meanwhile, and may raise."""
+    future: Future[T] = Future()
+    thread = threading.Thread(target=answer, args=(future, ask), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(BRIEF_SECONDS)
+        check()
+    return future.result()
+
+
+def answer(future: Future[T], ask: Callable[[], T]) -> None:
+    """Ask, and put what came of it into ``future``."""
+    try:
+        future.set_result(ask())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _short(error: Exception) -> str:

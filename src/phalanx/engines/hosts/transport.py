@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LONGEST_NAP_SECONDS, LOOPBACK, Gloo, poll
+from phalanx.engines.hosts.gloo import LONGEST_NAP_SECONDS, LOOPBACK, Gloo, in_thread, poll
 from phalanx.errors import RunError, SeveredError, UsageError
 
 BACKENDS: Any = dist.Backend
@@ -69,11 +69,11 @@ class Transport:
         self._group: Any = None
         self.levels: list[Transport] = []
         try:
-            if self._on_host:
-                self._group = Gloo(store, rank, size, seconds, interface).group
+            if self._on_host:  # in a thread, as whoever waits for a worker that died meanwhile waits long
+                self._group = in_thread(lambda: self._meet(store, rank, size, seconds, interface), check)
             else:
                 self._group = _created(name, store, rank, size, seconds)
-            self._compare(store, rank, size)
+                self._compare(store, rank, size)
         except (SeveredError, RuntimeError) as error:
             self._lost(error)
         self._try_out(rank, size)
@@ -84,6 +84,11 @@ class Transport:
         facts = self._device, seconds, interface, self._check
         within = Transport(PrefixStore(f"host {host}", store), position, each, *facts)
         return [within, Transport(PrefixStore(f"position {position}", store), host, hosts, *facts)]
+
+    def _meet(self, store: Any, rank: int, size: int, seconds: float, interface: str) -> Any:
+        group = Gloo(store, rank, size, seconds, interface).group
+        self._compare(store, rank, size)
+        return group
 
     def _compare(self, store: Any, rank: int, size: int) -> None:
         """Refuse devices of several models: they choose kernels, and how these divide their work, by themselves."""

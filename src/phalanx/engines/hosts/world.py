@@ -16,9 +16,9 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +28,15 @@ from phalanx.checkpoint.directory import is_marked, mark, newest_step
 from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, ends, towards
+from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, answer, ends, in_thread, towards
 from phalanx.engines.hosts.members import CLOSED, LEAVES, Farewell, Members
 from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, served, surroundings
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
 from phalanx.plan.membership import mutual
 from phalanx.surroundings import interrupts
 
-T = TypeVar("T")
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
-BRIEF_SECONDS = 0.005
 CONNECTED = datetime.timedelta(seconds=20)  # until members that have agreed reach their store
 PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
@@ -304,7 +302,7 @@ class World:
         way, why = Farewell.after(error)
         if not self.joins:
             ask = functools.partial(self._store.set, f"left/{self.rank}", f"{way} {why}"[:LONGEST])
-            thread = threading.Thread(target=_answer, args=(Future(), ask), daemon=True)  # it may never answer
+            thread = threading.Thread(target=answer, args=(Future(), ask), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
         self.part(LEAVES if self.joins else way, why)  # members go on without who has not joined yet
@@ -347,24 +345,6 @@ def in_rows(hosts: Sequence[str]) -> int:
     rows = [hosts[first : first + len(hosts) // count] for first in range(0, len(hosts), len(hosts) // count)]
     regular = len(rows) == count and all(len(set(row)) == 1 for row in rows)
     return count if regular and len(hosts) > count else 1
-
-
-def in_thread(ask: Callable[[], T], check: Callable[[], object]) -> T:
-    """Ask torch in a thread of its own, as it may wait long; ``check`` is called meanwhile, and may raise."""
-    answer: Future[T] = Future()
-    thread = threading.Thread(target=_answer, args=(answer, ask), daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(BRIEF_SECONDS)
-        check()
-    return answer.result()
-
-
-def _answer(answer: Future[T], ask: Callable[[], T]) -> None:
-    try:
-        answer.set_result(ask())
-    except BaseException as error:
-        answer.set_exception(error)
 
 
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
