@@ -1,9 +1,10 @@
-"""The budgets of the package: its lines of code, the lines of a file, the lines of a function."""
+"""The budgets of the package: its code tokens, the lines of a file, the lines of a function."""
 
 from __future__ import annotations
 
 import ast
 import io
+import sys
 import tokenize
 
 import pytest
@@ -11,11 +12,13 @@ import reading
 
 pytestmark = pytest.mark.house
 
-CODE_LINES = 22_606  # of the package: docstrings, comments and blanks do not count; lower it whenever you can
+TOKENS = 241_500  # of the package, without docstrings and comments; lower it whenever you can
 FILE_LINES = 500
 FUNCTION_LINES = 40
 
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
 
 Figures = dict[str, int]
 
@@ -29,23 +32,21 @@ def lines(node: reading.Function) -> int:
     return count
 
 
-def code_lines(text: str) -> int:
-    """Lines of a file on which there is code: docstrings, comments and blank lines do not count, imports do.
+def code_tokens(text: str) -> int:
+    """Tokens of a file's code: neither comments nor docstrings, nor what only lays it out.
 
-    A text that is not a docstring is code in all its lines, and so is each line of a statement that goes over several.
+    Tokens, not lines: lines get longer where those are counted. A text that is not a docstring is one token.
     """
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NO_CODE:
-            lines |= set(range(token.start[0], token.end[0] + 1))
+    silent = set[int]()
     for docstring in reading.docstrings(ast.parse(text)):
-        lines -= set(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
-    return len(lines)
+        silent |= set(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type not in NO_CODE and token.start[0] not in silent for token in tokens)
 
 
 def code_figures() -> Figures:
-    """Lines of code of every file."""
-    return {name: code_lines(path.read_text(encoding="utf-8")) for name, path in reading.modules().items()}
+    """Tokens of every file."""
+    return {name: code_tokens(path.read_text(encoding="utf-8")) for name, path in reading.modules().items()}
 
 
 def file_figures() -> Figures:
@@ -67,10 +68,11 @@ def over(figures: Figures, budget: int) -> Figures:
     return {name: figure for name, figure in figures.items() if figure > budget}
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="later versions cut f-strings into tokens")
 def test_the_package_is_small():
     """The code of the package fits in its budget."""
     figures = code_figures()
-    assert sum(figures.values()) <= CODE_LINES, f"{sum(figures.values())} lines of code in {len(figures)} files"
+    assert sum(figures.values()) <= TOKENS, f"{sum(figures.values())} tokens of code in {len(figures)} files"
 
 
 def test_files_are_short():
@@ -84,16 +86,16 @@ def test_functions_are_short():
 
 
 def test_the_counting_of_code_is_right():
-    """Docstrings, comments and blanks are not counted; imports, decorators and long texts are, line by line."""
+    """Docstrings, comments and the layout are not counted; all else is, and any other text is one token."""
     text = (
         '"""A module\nof two lines."""\n\nimport ast  # why\n\n# alone\n@cached\n'
         'def f(\n    a,\n\n    # in between\n):\n    """One line."""\n    return """not\n\n    a docstring"""\n\n\n'
         'class A:\n    """Two\n    lines."""\n'
-        "    x = 1; y = 2\n    'no docstring any more'\n"
+        "    x = 1; y = 2\n"
     )
-    assert code_lines(text) == 11
-    assert code_lines(text.replace("x = 1", "x = 1\n    z = 3")) == 12
-    assert code_lines('"""Nothing."""\n\n# else\n') == 0
+    assert code_tokens(text) == 23
+    assert code_tokens(text.replace("x = 1", "x = 1\n    z = 3")) == code_tokens(text) + 3
+    assert code_tokens('"""Nothing."""\n\n# else\n') == 0
 
 
 def test_the_counting_of_functions_is_right():
