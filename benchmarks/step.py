@@ -145,19 +145,22 @@ def spelled(value: float) -> str:
 
 
 def main_table(measured: dict[str, Facts]) -> str:
-    """Milliseconds beside DDP and the plain loop, and the digest."""
-    header = ["model", "plain, all cores, ms"]
-    for workers in (2, 4):
-        header += [f"DDP W={workers}, ms", f"phalanx W={workers}, ms", f"DDP / phalanx, W={workers}"]
+    """Milliseconds with two workers, beside DDP and the plain loop."""
     rows = []
     for model, facts in measured.items():
-        cells = [model, spelled(milliseconds(facts, "plain all cores"))]
-        for ours in ("W=2", "W=4"):
-            cells += [spelled(milliseconds(facts, column)) for column in (f"DDP {ours}", ours)]
-            cells.append(f"**{ratio(facts, f'DDP {ours}', ours):.2f}**")
-        plain = f"{ratio(facts, 'plain all cores', 'W=2'):.2f}"
-        rows.append([*cells, plain, f"`{facts['W=4'][0]['digest'][:12]}`"])
-    return markdown([*header, "plain all cores / phalanx W=2", "digest, R=4, W=1=2=4"], rows)
+        cells = [spelled(milliseconds(facts, column)) for column in ("plain all cores", "DDP W=2", "W=2")]
+        ratios = [f"**{ratio(facts, over, 'W=2'):.2f}**" for over in ("plain all cores", "DDP W=2")]
+        rows.append([model, *cells, *ratios])
+    return markdown(["model", "plain, ms", "DDP, ms", "phalanx, ms", "plain / phalanx", "DDP / phalanx"], rows)
+
+
+def four_table(measured: dict[str, Facts]) -> str:
+    """Milliseconds with four workers, beside DDP, and the digest."""
+    rows = []
+    for model, facts in measured.items():
+        cells = [spelled(milliseconds(facts, column)) for column in ("DDP W=4", "W=4")]
+        rows.append([model, *cells, f"**{ratio(facts, 'DDP W=4', 'W=4'):.2f}**", f"`{facts['W=4'][0]['digest'][:12]}`"])
+    return markdown(["model", "DDP W=4, ms", "phalanx W=4, ms", "DDP / phalanx", "digest, R=4, W=1=2=4"], rows)
 
 
 def price_table(measured: dict[str, Facts]) -> str:
@@ -202,7 +205,8 @@ def text(measured: dict[str, Facts], rounds: int, *, quick: bool) -> str:
     steps = ", ".join(f"{model} {(case.shortened() if quick else case).steps} steps" for model, case in cases.items())
     parts = [
         f"# One step\n\n{circumstances('step.py')}\n\n{METHOD.format(rounds=rounds, steps=steps)}",
-        f"## Beside DDP\n\n{main_table(measured)}",
+        f"## Beside the plain loop and DDP, two workers\n\n{main_table(measured)}",
+        f"## Beside DDP, four workers on {peers.CORES} cores\n\n{four_table(measured)}",
         "The digest is that of 4 replicas: checked to be equal for 1 (inline), 2 and 4 workers, in every round.",
         f"## The price of replicas in one process\n\n{price_table(measured)}",
         f"## The limit\n\n{LIMIT}\n\n{limit_table(measured)}",
