@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from phalanx.errors import SnapshotError
 from phalanx.surroundings import presence
 
 TEMPORARY = ".tmp-"
@@ -135,6 +136,23 @@ def remove(path: pathlib.Path) -> None:
 def is_folder(path: pathlib.Path) -> bool:
     """Whether it is there and a folder itself, not a link to one."""
     return path.is_dir() and not path.is_symlink()
+
+
+def is_there(path: pathlib.Path) -> bool:
+    """Whether something has this name, be it a link that leads nowhere.
+
+    Raises
+    ------
+    SnapshotError
+        It cannot be told: what may not be looked at is not absent.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
+    return True
 
 
 def clear_away(folder: pathlib.Path) -> None:
