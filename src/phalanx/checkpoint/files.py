@@ -231,7 +231,11 @@ class Held:
                     fcntl.flock(number, fcntl.LOCK_UN)  # copies that others may have keep no lock
             self.leave()
 
-    __del__ = let_go
+    def __del__(self) -> None:
+        try:  # noqa: SIM105  when Python ends, contextlib is empty, as all modules are
+            self.let_go()
+        except AttributeError:
+            pass
 
     def leave(self) -> None:
         """In a child: close the copies, and leave the lock alone, which ends with the last copy."""
