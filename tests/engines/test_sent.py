@@ -124,8 +124,9 @@ END = """
     data = torch.zeros(40, 4), torch.zeros(40, dtype=torch.int64)
     recipe = phalanx.Recipe(lambda: torch.nn.Linear(4, 2), data, torch.nn.functional.cross_entropy, replicas=2,
                             batch_size=20, steps=6)
-    sys.kept = recipe.start(run_dir=sys.argv[1], engine=sys.argv[2], progress=False)  # what sys has goes last
-    next(sys.kept)
+    run = recipe.start(run_dir=sys.argv[1], engine=sys.argv[2], progress=False)
+    next(run)
+    sys._run, sys._held = run, Held()  # what sys has goes last
 """
 
 

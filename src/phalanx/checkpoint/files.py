@@ -234,7 +234,7 @@ class Held:
     def __del__(self) -> None:
         try:  # noqa: SIM105  when Python ends, contextlib is empty, as all modules are
             self.let_go()
-        except AttributeError:
+        except (AttributeError, TypeError):
             pass
 
     def leave(self) -> None:
