@@ -83,11 +83,8 @@ def write(snapshot: Snapshot, target: pathlib.Path) -> None:
             name: files.write(draft / name, functools.partial(tensors.write, tensors=part))
             for name, part in parts.items()
         }
-        text = json.dumps({
-            "step": snapshot.step, "samples": snapshot.samples, "digest": snapshot.digest, "recipe": snapshot.recipe,
-            "environment": snapshot.environment, "facts": snapshot.facts, "metrics": snapshot.metrics,
-            "hashes": hashes,
-        }, allow_nan=False).encode()  # fmt: skip
+        facts = {name: getattr(snapshot, name, hashes) for name in FIELDS}  # a snapshot itself has no hashes
+        text = json.dumps(facts, allow_nan=False).encode()
         files.write(draft / FACTS, lambda file: file.write(text))
         seal = json.dumps({"schema": SCHEMA, FACTS: hashlib.sha256(text).hexdigest()}).encode()
         files.write(draft / MANIFEST, lambda file: file.write(seal))

@@ -16,6 +16,7 @@ import pathlib
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -187,18 +188,9 @@ def chaos(
         typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
     trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_spelled(one)))
     pauses = sorted(pause for one in trials for pause in one.pauses)
-    facts = {
-        "kills": sum(one.kills for one in trials),
-        "runs": len(trials),
-        "wrong": sum(not one.right for one in trials),
-        "problems": [one.problem for one in trials if one.problem],
-        "median_pause_ms": round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None,
-        "seed": seed,
-    }
-    printed = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
-    show(facts, printed.items(), json_=json_)
-    if facts["wrong"] or facts["problems"]:
-        raise typer.Exit(EXIT_RUN)
+    median = round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None
+    struck = {"kills": sum(one.kills for one in trials), "median_pause_ms": median}
+    _ended(trials, struck, struck, seed, json_=json_)
 
 
 def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts: int, *, json_: bool) -> None:
@@ -211,14 +203,17 @@ def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts
         typer.echo(f"phalanx: {faults} faults of {hosts} hosts, seed {seed}. {falls.without_links()}".rstrip())
     runs = falls.campaign(recipe, given, faults, seed, hosts, lambda line: None if json_ else typer.echo(line))
     struck = Counter(fault.what for run in runs for fault in run.faults)
-    facts: dict[str, Any] = {
-        "faults": dict(struck), "joined": sum(run.joined for run in runs), "runs": len(runs),
-        "wrong": sum(not run.right for run in runs), "problems": [run.problem for run in runs if run.problem],
-        "seed": seed,
-    }  # fmt: skip
-    rows = [*struck.items(), *((name, facts[name]) for name in ("joined", "runs", "wrong", "seed"))]
-    show(facts, [*rows, ("problems", "; ".join(facts["problems"]) or "none")], json_=json_)
-    if facts["wrong"] or facts["problems"]:
+    joined = {"joined": sum(run.joined for run in runs)}
+    _ended(runs, {"faults": dict(struck), **joined}, struck | joined, seed, json_=json_)
+
+
+def _ended(runs: Sequence[Any], facts: dict[str, Any], rows: dict[str, Any], seed: int, *, json_: bool) -> None:
+    """Print what came of a campaign; exit if anything was wrong."""
+    wrong, problems = sum(not run.right for run in runs), [run.problem for run in runs if run.problem]
+    counts = {"runs": len(runs), "wrong": wrong, "seed": seed}
+    told = {**rows, **counts, "problems": "; ".join(problems) or "none"}
+    show({**facts, **counts, "problems": problems}, told.items(), json_=json_)
+    if wrong or problems:
         raise typer.Exit(EXIT_RUN)
 
 

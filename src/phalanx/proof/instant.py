@@ -254,9 +254,11 @@ def of_updates(result: Any, definition: Definition) -> list[float]:
 
 def snapshots(folder: pathlib.Path | None) -> dict[int, pathlib.Path]:
     """Where the snapshots of a run are, by their steps, newest first; a snapshot by itself is one."""
-    if folder is not None and is_there(folder / MANIFEST):
+    if folder is None:
+        return {}
+    if is_there(folder / MANIFEST):
         return {read(folder).step: folder}
-    return snapshot_folders(folder) if folder is not None and is_there(folder / SNAPSHOTS) else {}
+    return snapshot_folders(folder) if is_there(folder / SNAPSHOTS) else {}
 
 
 def whole(folder: pathlib.Path) -> Snapshot | None:

@@ -23,7 +23,7 @@ from phalanx.definition.described import Comparison, compare, described
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.proof.difference import taken
-from phalanx.proof.instant import snapshots, whole
+from phalanx.proof.instant import snapshots
 from phalanx.run.result import Result
 from phalanx.seams.records import Tensor
 
@@ -79,15 +79,6 @@ class Side:
         snapshot = read(self.saved[step])
         return tensors_of(snapshot.weights, snapshot.training)
 
-    def newest(self) -> dict[str, Tensor]:
-        """The tensors of the newest snapshot, as ``tensors`` gives them."""
-        return self.tensors(max(self.saved, default=0))
-
-    def check(self) -> None:
-        """Read all of its snapshots: what cannot be read may differ. Raises as ``tensors`` does."""
-        for folder in self.saved.values():
-            whole(folder)
-
     def close(self) -> None:
         """Close the chain."""
         if self.links is not None:
@@ -136,7 +127,7 @@ def _folder(path: pathlib.Path, recipe: Definition | None) -> Side:
     elif not run.saved:
         raise UsageError(f"{str(path)!r} has neither a chain nor snapshots; give the directory of a run, or a snapshot")
     for step, folder in run.saved.items():
-        with contextlib.suppress(SnapshotError):  # another difference may be found: else ``check`` tells of it
+        with contextlib.suppress(SnapshotError):  # another difference may be found: else all are read
             facts = facts_of(folder)
             parts = [part for part in facts["hashes"].values() if isinstance(part, dict)]
             if parts:
@@ -159,9 +150,9 @@ def _chain(run: Side, path: pathlib.Path) -> Side:
     return run
 
 
-def _object(facts: Any, name: str) -> dict[str, Any]:
+def _object(facts: dict[str, Any], name: str) -> dict[str, Any]:
     """A dict in what a file says, which may be anything; empty if there is no such dict."""
-    value = facts.get(name) if isinstance(facts, dict) else None
+    value = facts.get(name)
     return value if isinstance(value, dict) else {}
 
 

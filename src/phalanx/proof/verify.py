@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.checkpoint.chain import CHAIN, Links, body_of, line_after
+from phalanx.checkpoint.chain import body_of, line_after
 from phalanx.checkpoint.chained import fields_of, retrained_in
 from phalanx.checkpoint.files import read as read_file
 from phalanx.checkpoint.resume import losses_in, read_any
@@ -265,13 +265,12 @@ def certify(recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1) -> tuple
     verified = verify(recipe, run_dir, workers=workers)
     if verified.status != SAME:
         return verified, {}
-    with Links(run_dir / CHAIN) as links, Instant(recipe, newest) as instant:
-        root, digest = links[newest.step - 1]["link"], instant.exported.digest
-    facts = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
-    with contextlib.closing(side(run_dir)) as run:
-        facts["arguments"] = run.run.get("arguments")
-    facts["device"] = newest.facts.get("device")
-    return verified, {**facts, "chain": root, "digest": digest}
+    with contextlib.closing(side(run_dir)) as run, Instant(recipe, newest) as instant:
+        return verified, {
+            "certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step,
+            "arguments": run.run.get("arguments"), "device": newest.facts.get("device"),
+            "chain": run.chain[newest.step - 1]["link"], "digest": instant.exported.digest,
+        }  # fmt: skip
 
 
 def claim_of(path: pathlib.Path) -> dict[str, Any]:
