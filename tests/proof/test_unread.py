@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import phalanx
 from phalanx.checkpoint.chain import CHAIN, records_of
-from phalanx.cli import pages
+from phalanx.cli import pages, sweeps
 from phalanx.cli.app import app
 from phalanx.proof.instant import whole
 from tests.proof.jobs import ran, recipe
@@ -214,6 +214,14 @@ def test_a_page_says_what_it_lacks(pair):
         assert not pages.read(folder).recipe
     shutil.rmtree(folder / "snapshots")
     assert not pages.read(folder).recipe
+
+
+def test_one_damaged_run_does_not_hide_the_others(pair):
+    """The list of runs has both, and says of which the arguments are unknown."""
+    one, other = pair("every")
+    into_folder(other / RECORDS)
+    with pytest.warns(UserWarning, match=f"{other / RECORDS} cannot be read.*the arguments of b are not shown"):
+        assert [row["run"] for row in sweeps.rows_of(one.parent)] == ["a", "b"]
 
 
 def test_an_error_of_a_file_is_no_difference(tmp_path, pair):

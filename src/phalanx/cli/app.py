@@ -9,7 +9,6 @@ run the same again; 4 two workers or processes computed different bits, so not o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import pathlib
@@ -29,6 +28,7 @@ from phalanx.checkpoint.resume import ANYWAY, read_any
 from phalanx.checkpoint.tensors import read_file, states_in, write_file
 from phalanx.cli import pages, proving, sweeps
 from phalanx.cli.common import Arguments, File, Json, Plot, load_recipe, save, show
+from phalanx.cli.jobs import number
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import CorruptionError, PeersLostError, PhalanxError, Preempted, UsageError
@@ -120,10 +120,10 @@ def train(
         raise UsageError(f"--save is {weights!r}; end it in .safetensors")
     checks.choice("--resume", resume, tuple(RESUME))
     recipe, evaluation, callbacks = load_recipe(file, arguments or ())
-    saving = {"run_dir": run_dir or None, "snapshot_every": _number(snapshot_every), "resume": RESUME[resume]}
+    saving = {"run_dir": run_dir or None, "snapshot_every": number(snapshot_every), "resume": RESUME[resume]}
     result = _trained(
         recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), callbacks=callbacks,
-        readers=_number(readers), audit=_number(audit), max_seconds=max_seconds, **saving,
+        readers=number(readers), audit=number(audit), max_seconds=max_seconds, **saving,
     )  # fmt: skip
     if rank() > 0 and result.chain is None:  # one of several processes; another one reports
         return
@@ -331,21 +331,13 @@ def main() -> None:
         sys.exit(code)
 
 
-def _number(text: str) -> Any:
-    """A number, or the word in place of one, as in auto; a wrong word is refused by name later."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
-
-
 def _listed(devices: str) -> str | list[str]:
     return devices if devices == "auto" else devices.split(",")
 
 
 def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool, **saving: Any) -> Result:
     try:
-        return recipe.train(workers=_number(workers), evaluation=evaluation, progress=not quiet, **saving)
+        return recipe.train(workers=number(workers), evaluation=evaluation, progress=not quiet, **saving)
     except KeyboardInterrupt as interrupt:
         result = getattr(interrupt, "result", None)
         after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""

@@ -121,8 +121,10 @@ def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]
             continue
         try:
             found = whole(folder)
-            history = losses_in(found, updates(saved)) if found else []
-            for step in (step for step in known if found and step < saved):
+            if found is None:
+                continue
+            history = losses_in(found, updates(saved))
+            for step in (step for step in known if step < saved):
                 mine, theirs = history[updates(step) : updates(step + 1)], run.chain.losses(step)
                 if list(map(str, mine)) != list(map(str, theirs)):
                     why = f"the snapshot of step {saved} has another loss of step {step} than the chain"
