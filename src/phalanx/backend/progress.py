@@ -153,7 +153,7 @@ def uncompiled(kind: type) -> type:
     """Keep torch's compiler out of the methods of a class: C++ calls them in the middle of compiled code."""
     # As torch.compiler.disable, without loading the compiler (0.7 s). torch 2.6 has no such mark, and was not tried.
     with contextlib.suppress(AttributeError):
-        frames: Any = torch._C._dynamo.eval_frame
+        frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         for method in vars(kind).values():
             if isinstance(method, FunctionType):
