@@ -33,10 +33,10 @@ def assert_same_run(recipe: Recipe, workers: Sequence[int] = (1, 2, 3), kills: i
     AssertionError
         A run differs; says where, as ``phalanx.diff`` does.
     """
-    most = max(min(count, recipe.replicas) for count in workers)
-    ways = {f"workers={count}": (count, 0) for count in (min(count, recipe.replicas) for count in workers)}
-    if kills and most > 1:
-        ways[f"{kills} workers killed"] = most, kills
+    counts = [min(count, recipe.replicas) for count in workers]
+    ways = {f"workers={count}": (count, 0) for count in counts}
+    if kills and max(counts) > 1:
+        ways[f"{kills} workers killed"] = max(counts), kills
     with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         runs: list[tuple[str, pathlib.Path, str]] = []
         for name, (count, killed) in ways.items():

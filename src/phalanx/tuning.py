@@ -162,15 +162,9 @@ def advised(samples: int | None, rows: Sequence[Choice]) -> Tuned:
 
     ``samples`` is the number in a batch; None means one per replica.
     """
-    fastest = {}
-    for row in rows:
-        if row.replicas not in fastest or row.samples_per_second > fastest[row.replicas].samples_per_second:
-            fastest[row.replicas] = row
-    best = max(fastest.values(), key=lambda row: row.samples_per_second)
-    chosen = max(
-        (row for row in fastest.values() if row.samples_per_second >= AS_GOOD * best.samples_per_second),
-        key=lambda row: row.replicas,
-    )
+    good = AS_GOOD * max(row.samples_per_second for row in rows)
+    near = [row for row in rows if row.samples_per_second >= good]
+    chosen = max(near, key=lambda row: (row.replicas, row.samples_per_second))
     return Tuned(chosen.replicas, chosen.workers, chosen.threads, tuple(rows), _advice(samples, chosen, rows))
 
 
@@ -188,8 +182,7 @@ def _advice(samples: int | None, chosen: Choice, rows: Sequence[Choice]) -> str:
 
 def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds: float) -> Choice:
     # The scheduler is left out: it may be made for the recipe's number of steps, and it takes no time.
-    changes = {"replicas": replicas, "threads": threads, "steps": FOREVER, "epochs": None, "scheduler": None}
-    tried = dataclasses.replace(recipe, **changes)
+    tried = dataclasses.replace(recipe, replicas=replicas, threads=threads, steps=FOREVER, epochs=None, scheduler=None)
     spans: list[float] = []
     samples = 0
     with tried.start(workers=workers, engine="inline" if workers == 1 else "processes", progress=False) as run:
@@ -276,13 +269,10 @@ def find_lr(recipe: Recipe, lowest: float = 1e-7, highest: float = 1.0, steps: i
     from phalanx.frameworks.torch.schedules import exponential
 
     growth = (highest / lowest) ** (1 / (steps - 1))
-    changes: dict[str, Any] = {
-        "steps": steps,
-        "epochs": None,
-        "scheduler": functools.partial(exponential, lowest=lowest, growth=growth),
-        "on_nonfinite": "stop",
-    }
-    trial = dataclasses.replace(recipe, **changes, schedule_every=None, schedule_on=None)
+    rising = functools.partial(exponential, lowest=lowest, growth=growth)
+    trial = dataclasses.replace(
+        recipe, steps=steps, epochs=None, scheduler=rising, on_nonfinite="stop", schedule_every=None, schedule_on=None
+    )
     lrs: list[float] = []
     losses: list[float] = []
     mean = 0.0

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 
 import torch
@@ -88,6 +89,25 @@ def ddp(make, **options):
         return model.module.state_dict()
 
     return script
+
+
+def compiled(backend, rank, size, shift=0):
+    """DDP under torch's compiler, which follows a step down to the group; by itself for ``backend`` "none"."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
+    trained = model if backend == "none" else torch.compile(model, backend=backend)
+    train(trained, torch.optim.SGD(model.parameters(), 0.1), rank + shift)
+    return model.module.state_dict()
+
+
+def reduced(backend, rank, size, shift=0):
+    """Compiled code that calls a collective by itself."""
+
+    def mean(x):
+        dist.all_reduce(x)
+        return x / size
+
+    called = mean if backend == "none" else torch.compile(mean, backend=backend)
+    return {str(step): called(batch(rank + shift, step)[0].sin()) for step in range(STEPS)}
 
 
 def join(rank, size):
@@ -277,12 +297,18 @@ SCRIPTS = {
     "Lightning Fabric": fabric,
     "Accelerate": accelerated,
 }
+COMPILED = {
+    f"{make.__name__} {backend}": functools.partial(make, backend)
+    for make in (compiled, reduced)
+    for backend in ("none", "eager", "inductor")
+} | {f"{make.__name__} of other data": functools.partial(make, "none", shift=1) for make in (compiled, reduced)}
 
 
 def run(rank, size, name, targets):
     """Run a script, once for each target; rank 0 saves there what it returns."""
     for target in targets:
         torch.manual_seed(1)
-        state = {key: value.detach().clone() for key, value in copy.copy(SCRIPTS[name](rank, size)).items()}
+        script = (SCRIPTS | COMPILED)[name]
+        state = {key: value.detach().clone() for key, value in copy.copy(script(rank, size)).items()}
         if rank == 0:
             torch.save(state, target)

@@ -247,8 +247,7 @@ def scatter(rounds: GroupRounds, flat: torch.Tensor, inputs: Tensors, root: int)
     """Each rank gets its part of what the root has. Only the root has ``inputs``."""
     word = _word("scatter", flat, root=root)
     for start, part in _pieces(flat, SLOT // rounds.size):
-        end = start + len(part)
-        dealt = yield from _dealt(rounds, word, part.dtype, len(part), [value[start:end] for value in inputs])
+        dealt = yield from _dealt(rounds, word, part.dtype, start, len(part), inputs)
         if rounds.rank != root:
             yield from rounds.see((root,))
         part.copy_(dealt[root])
@@ -258,8 +257,7 @@ def reduce_scatter(rounds: GroupRounds, flat: torch.Tensor, reduction: Reduction
     """Each rank ends with the reduction of its part; ``inputs``: this rank's parts, one for each."""
     word = _word("reduce_scatter", flat, reduction)
     for start, part in _pieces(flat, SLOT // rounds.size):
-        end = start + len(part)
-        dealt = yield from _dealt(rounds, word, part.dtype, len(part), [value[start:end] for value in inputs])
+        dealt = yield from _dealt(rounds, word, part.dtype, start, len(part), inputs)
         yield from rounds.see(rounds.others)
         reduction.into(dealt, part)
 
@@ -285,12 +283,11 @@ def all_to_all(rounds: GroupRounds, outputs: Tensors, inputs: Tensors) -> Steps:
         )
     step = SLOT // rounds.size // dtype.itemsize
     for start in range(0, max(map(max, table)), step):
-        end = start + step
-        dealt = yield from _dealt(rounds, word, dtype, step, [value[start:end] for value in inputs])
+        dealt = yield from _dealt(rounds, word, dtype, start, step, inputs)
         for rank, output in enumerate(outputs):
             if rank != rounds.rank:
                 yield from rounds.see((rank,))
-            part = output[start:end]
+            part = output[start : start + step]
             part.copy_(dealt[rank][: len(part)])
 
 
@@ -359,11 +356,12 @@ def _shown(rounds: GroupRounds, word: int, part: torch.Tensor, *, shows: bool = 
     return slots
 
 
-def _dealt(rounds: GroupRounds, word: int, dtype: torch.dtype, step: int, parts: Tensors) -> Steps:
-    """Come to a round and show a part for each rank, ``step`` elements apart. Returns the parts for this rank."""
+def _dealt(rounds: GroupRounds, word: int, dtype: torch.dtype, start: int, step: int, inputs: Tensors) -> Steps:
+    """Come to a round and show ``step`` elements of each rank's input, from ``start``. Returns those for this rank."""
     yield from rounds.come(word)
     slots = [slot.view(rounds.size, step) for slot in rounds.slots(dtype, rounds.size * step)]
-    for target, part in zip(slots[rounds.rank], parts, strict=False):
+    for target, value in zip(slots[rounds.rank], inputs, strict=False):
+        part = value[start : start + step]
         target[: len(part)].copy_(part)
     rounds.show()
     return [slot[rounds.rank] for slot in slots]

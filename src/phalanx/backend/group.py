@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phalanx.backend import collectives
 from phalanx.backend.memory import GroupMemory
 from phalanx.backend.messages import Inbox, receive, receive_any, send
-from phalanx.backend.progress import Operation, Queue, Steps, Work, leave
+from phalanx.backend.progress import Operation, Queue, Steps, Work, leave, uncompiled
 from phalanx.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
@@ -22,6 +22,7 @@ Flat = list[torch.Tensor]
 Back = list[tuple[torch.Tensor, torch.Tensor]]  # pairs of a tensor and the copy that is written back into it
 
 
+@uncompiled
 class Group(dist.ProcessGroup):
     """The ranks of one group. Made by ``torch.distributed.init_process_group("phalanx")`` and ``new_group``.
 

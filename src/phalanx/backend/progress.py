@@ -9,6 +9,7 @@ way in this process, so that two ranks may wait for two operations in different 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -147,6 +149,19 @@ def leave(memory: GroupMemory) -> None:
                 queue.fail(PeerError(f"{queue.operations[0].name}: the group was destroyed before it was done"))
 
 
+def uncompiled(kind: type) -> type:
+    """Keep torch's compiler out of the methods of a class: C++ calls them in the middle of compiled code."""
+    # As torch.compiler.disable, without loading the compiler (0.7 s). torch 2.6 has no such mark, and was not tried.
+    with contextlib.suppress(AttributeError):
+        frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for method in vars(kind).values():
+            if isinstance(method, FunctionType):
+                frames.set_code_exec_strategy(method.__code__, skip)
+    return kind
+
+
+@uncompiled
 class Work(dist.Work):
     """A collective under way, as torch.distributed hands it out.
 

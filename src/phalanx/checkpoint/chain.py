@@ -271,11 +271,19 @@ def records_of(path: pathlib.Path) -> pathlib.Path:
 
 
 def records(path: pathlib.Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """The records of some kinds beside a chain, oldest first; incomplete lines are left out."""
+    """The records of some kinds beside a chain, oldest first; incomplete lines are left out.
+
+    Raises
+    ------
+    SnapshotError
+        They cannot be read.
+    """
     try:
         text = files.read(records_of(path))
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return
+    except OSError as error:
+        raise SnapshotError(f"{records_of(path)} cannot be read: {error.strerror}") from error
     for line in text.splitlines():
         with contextlib.suppress(*MALFORMED):
             record = json.loads(line)

@@ -140,11 +140,17 @@ class Chained(Observer):
 
 
 def retrained_in(root: pathlib.Path | None) -> dict[int, list[Training]]:
-    """What was frozen and thawed in a run that has a chain, by how many steps were done before."""
+    """What was frozen and thawed in a run that has a chain, by how many steps were done before.
+
+    Raises
+    ------
+    SnapshotError
+        The chain is damaged.
+    """
     changes: dict[int, list[Training]] = {}
-    if root is None:
+    if root is None or not files.is_there(root / CHAIN):
         return changes
-    with contextlib.suppress(SnapshotError, OSError), Links(root / CHAIN) as links:
+    with Links(root / CHAIN) as links:
         for record in records(root / CHAIN, "run", TRAINING):
             step = record["step"]
             if record["kind"] != TRAINING:  # the run went on from there, and later steps were done again

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from phalanx.errors import SnapshotError
 from phalanx.surroundings import presence
 
 TEMPORARY = ".tmp-"
@@ -137,6 +138,23 @@ def is_folder(path: pathlib.Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
+def is_there(path: pathlib.Path) -> bool:
+    """Whether something has this name, be it a link that leads nowhere.
+
+    Raises
+    ------
+    SnapshotError
+        It cannot be told: what may not be looked at is not absent.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
+    return True
+
+
 def clear_away(folder: pathlib.Path) -> None:
     """Remove what an interrupted writer left."""
     for path in folder.glob(f"{TEMPORARY}*"):
@@ -213,7 +231,11 @@ class Held:
                     fcntl.flock(number, fcntl.LOCK_UN)  # copies that others may have keep no lock
             self.leave()
 
-    __del__ = let_go
+    def __del__(self) -> None:
+        try:  # noqa: SIM105  when Python ends, contextlib is empty, as all modules are
+            self.let_go()
+        except (AttributeError, TypeError):
+            pass
 
     def leave(self) -> None:
         """In a child: close the copies, and leave the lock alone, which ends with the last copy."""

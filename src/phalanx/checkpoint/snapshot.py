@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,11 +83,8 @@ def write(snapshot: Snapshot, target: pathlib.Path) -> None:
             name: files.write(draft / name, functools.partial(tensors.write, tensors=part))
             for name, part in parts.items()
         }
-        text = json.dumps({
-            "step": snapshot.step, "samples": snapshot.samples, "digest": snapshot.digest, "recipe": snapshot.recipe,
-            "environment": snapshot.environment, "facts": snapshot.facts, "metrics": snapshot.metrics,
-            "hashes": hashes,
-        }, allow_nan=False).encode()  # fmt: skip
+        facts = {name: getattr(snapshot, name, hashes) for name in FIELDS}  # a snapshot itself has no hashes
+        text = json.dumps(facts, allow_nan=False).encode()
         files.write(draft / FACTS, lambda file: file.write(text))
         seal = json.dumps({"schema": SCHEMA, FACTS: hashlib.sha256(text).hexdigest()}).encode()
         files.write(draft / MANIFEST, lambda file: file.write(seal))
@@ -106,25 +104,35 @@ def read(folder: pathlib.Path) -> Snapshot:
     SnapshotError
         It is not whole, damaged, or of another version; says what of it.
     """
-    path = folder
-    try:
+    facts = facts_of(folder)
+    hashes, parts = facts.pop("hashes"), dict[str, dict[str, Tensor]]()
+    for name in (WEIGHTS, TRAINING):
+        with _used(folder / name):
+            parts[name] = tensors.read(memoryview(files.read(folder / name)), hashes[name])
+    return Snapshot(weights=parts[WEIGHTS], training=parts[TRAINING], **facts)
+
+
+def facts_of(folder: pathlib.Path) -> dict[str, Any]:
+    """What a snapshot says of itself, checked; of its tensors the hashes only. Raises as ``read`` does."""
+    with _used(folder):
         if not files.is_folder(folder):
             raise ValueError("it is no folder" if folder.exists() else "there is no such folder")
-        path = folder / MANIFEST
-        seal = _object(files.read(path), {"schema": object, FACTS: str})
+    with _used(folder / MANIFEST):
+        seal = _object(files.read(folder / MANIFEST), {"schema": object, FACTS: str})
         if seal["schema"] != SCHEMA:
             raise ValueError(f"it is of version {seal['schema']!r}, and this phalanx reads version {SCHEMA}")
-        path = folder / FACTS
-        text = files.read(path)
+    with _used(folder / FACTS):
+        text = files.read(folder / FACTS)
         if hashlib.sha256(text).hexdigest() != seal[FACTS]:
             raise ValueError("it is damaged: its checksum differs")
-        facts = _object(text, FIELDS)
-        parts: dict[str, dict[str, Tensor]] = {}
-        for name in (WEIGHTS, TRAINING):
-            path = folder / name
-            parts[name] = tensors.read(memoryview(files.read(path)), facts["hashes"][name])
-        del facts["hashes"]
-        return Snapshot(weights=parts[WEIGHTS], training=parts[TRAINING], **facts)
+        return _object(text, FIELDS)
+
+
+@contextlib.contextmanager
+def _used(path: pathlib.Path) -> Iterator[None]:
+    """What goes wrong inside is an error that names the file."""
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise SnapshotError(f"{path} cannot be used: {why}") from error

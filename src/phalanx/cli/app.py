@@ -9,13 +9,13 @@ run the same again; 4 two workers or processes computed different bits, so not o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import pathlib
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +28,7 @@ from phalanx.checkpoint.resume import ANYWAY, read_any
 from phalanx.checkpoint.tensors import read_file, states_in, write_file
 from phalanx.cli import pages, proving, sweeps
 from phalanx.cli.common import Arguments, File, Json, Plot, load_recipe, save, show
+from phalanx.cli.jobs import number
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import CorruptionError, PeersLostError, PhalanxError, Preempted, UsageError
@@ -119,10 +120,10 @@ def train(
         raise UsageError(f"--save is {weights!r}; end it in .safetensors")
     checks.choice("--resume", resume, tuple(RESUME))
     recipe, evaluation, callbacks = load_recipe(file, arguments or ())
-    saving = {"run_dir": run_dir or None, "snapshot_every": _number(snapshot_every), "resume": RESUME[resume]}
+    saving = {"run_dir": run_dir or None, "snapshot_every": number(snapshot_every), "resume": RESUME[resume]}
     result = _trained(
         recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), callbacks=callbacks,
-        readers=_number(readers), audit=_number(audit), max_seconds=max_seconds, **saving,
+        readers=number(readers), audit=number(audit), max_seconds=max_seconds, **saving,
     )  # fmt: skip
     if rank() > 0 and result.chain is None:  # one of several processes; another one reports
         return
@@ -187,18 +188,9 @@ def chaos(
         typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
     trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_spelled(one)))
     pauses = sorted(pause for one in trials for pause in one.pauses)
-    facts = {
-        "kills": sum(one.kills for one in trials),
-        "runs": len(trials),
-        "wrong": sum(not one.right for one in trials),
-        "problems": [one.problem for one in trials if one.problem],
-        "median_pause_ms": round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None,
-        "seed": seed,
-    }
-    printed = {**facts, "problems": "; ".join(facts["problems"]) or "none"}
-    show(facts, printed.items(), json_=json_)
-    if facts["wrong"] or facts["problems"]:
-        raise typer.Exit(EXIT_RUN)
+    median = round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None
+    struck = {"kills": sum(one.kills for one in trials), "median_pause_ms": median}
+    _ended(trials, struck, struck, seed, json_=json_)
 
 
 def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts: int, *, json_: bool) -> None:
@@ -211,14 +203,17 @@ def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts
         typer.echo(f"phalanx: {faults} faults of {hosts} hosts, seed {seed}. {falls.without_links()}".rstrip())
     runs = falls.campaign(recipe, given, faults, seed, hosts, lambda line: None if json_ else typer.echo(line))
     struck = Counter(fault.what for run in runs for fault in run.faults)
-    facts: dict[str, Any] = {
-        "faults": dict(struck), "joined": sum(run.joined for run in runs), "runs": len(runs),
-        "wrong": sum(not run.right for run in runs), "problems": [run.problem for run in runs if run.problem],
-        "seed": seed,
-    }  # fmt: skip
-    rows = [*struck.items(), *((name, facts[name]) for name in ("joined", "runs", "wrong", "seed"))]
-    show(facts, [*rows, ("problems", "; ".join(facts["problems"]) or "none")], json_=json_)
-    if facts["wrong"] or facts["problems"]:
+    joined = {"joined": sum(run.joined for run in runs)}
+    _ended(runs, {"faults": dict(struck), **joined}, struck | joined, seed, json_=json_)
+
+
+def _ended(runs: Sequence[Any], facts: dict[str, Any], rows: dict[str, Any], seed: int, *, json_: bool) -> None:
+    """Print what came of a campaign; exit if anything was wrong."""
+    wrong, problems = sum(not run.right for run in runs), [run.problem for run in runs if run.problem]
+    counts = {"runs": len(runs), "wrong": wrong, "seed": seed}
+    told = {**rows, **counts, "problems": "; ".join(problems) or "none"}
+    show({**facts, **counts, "problems": problems}, told.items(), json_=json_)
+    if wrong or problems:
         raise typer.Exit(EXIT_RUN)
 
 
@@ -336,21 +331,13 @@ def main() -> None:
         sys.exit(code)
 
 
-def _number(text: str) -> Any:
-    """A number, or the word in place of one, as in auto; a wrong word is refused by name later."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
-
-
 def _listed(devices: str) -> str | list[str]:
     return devices if devices == "auto" else devices.split(",")
 
 
 def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, quiet: bool, **saving: Any) -> Result:
     try:
-        return recipe.train(workers=_number(workers), evaluation=evaluation, progress=not quiet, **saving)
+        return recipe.train(workers=number(workers), evaluation=evaluation, progress=not quiet, **saving)
     except KeyboardInterrupt as interrupt:
         result = getattr(interrupt, "result", None)
         after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""

@@ -81,14 +81,19 @@ def _typed(text: str, default: Any) -> Any:
     """
     word, kind = WORDS.get(text.lower(), text), type(default)
     if default is None:
-        for number in (int, float):
-            with contextlib.suppress(ValueError):
-                return number(text)
-        return word
+        return number(word) if word is text else word
     value = word if kind is bool else kind(text) if kind in KINDS else None
     if type(value) is not kind:
         raise ValueError
     return value
+
+
+def number(text: str) -> Any:
+    """A number, or the word in place of one, as in auto; a wrong word is refused by name later."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def _listed(defaults: Mapping[str, Any]) -> str:

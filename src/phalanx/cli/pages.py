@@ -17,7 +17,8 @@ from typing import Any
 
 from phalanx.callbacks.best import Better
 from phalanx.checkpoint import files
-from phalanx.checkpoint.resume import read_any
+from phalanx.checkpoint.directory import SNAPSHOTS, newest_of
+from phalanx.definition import checks
 from phalanx.definition.evaluation import meant
 from phalanx.definition.plain import distinct_names
 from phalanx.errors import SnapshotError, UsageError
@@ -172,8 +173,12 @@ def read(path: pathlib.Path) -> History:
         if line.get("event") in ("start", "resume"):
             history.steps = {step: kept for step, kept in history.steps.items() if step < line["step"]}
         history.events.append(line)
-    with contextlib.suppress(SnapshotError):
-        newest = read_any(path)
+    newest = None
+    try:
+        newest = newest_of(path) if files.is_there(path / SNAPSHOTS) else None
+    except SnapshotError as error:
+        checks.warn(f"{error}; the recipe and the environment of {history.name} are not shown")
+    if newest is not None:
         history.recipe = _fields(newest.noted("values"))
         history.facts = newest.environment
         metric, mode = (str(newest.noted("beside").get(f"SaveBest.{name}", "")) for name in ("metric", "mode"))

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import traceback
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -32,7 +33,23 @@ From = Annotated[str, typer.Option("--recipe", metavar="FILE[:NAME]", help="Wher
 app = typer.Typer()
 
 
+@contextlib.contextmanager
+def _untold() -> Iterator[None]:
+    """Exit with the status UNKNOWN after any error: Python's own status would mean that something differs."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        if isinstance(error, PhalanxError):
+            typer.echo(f"phalanx: {error}", err=True)
+        else:
+            traceback.print_exc()
+        raise typer.Exit(UNKNOWN) from error
+
+
 @app.command()
+@_untold()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A run, snapshot, chain or safetensors file.")],
     b: Annotated[str, typer.Argument(metavar="B", help="What it is compared with.")],
@@ -45,9 +62,7 @@ def diff(
 
     Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
     """
-    with _untold():
-        recipes = _recipe_of(a), _recipe_of(b)
-        difference = compare(a, b, recipes=recipes, operations=ops)
+    difference = compare(a, b, recipes=(_recipe_of(a), _recipe_of(b)), operations=ops)
     facts = {} if difference is None else {**dataclasses.asdict(difference), "text": str(difference)}
     typer.echo(json.dumps({"same": difference is None, **facts}) if json_ else str(difference or "the same"))
     if difference is not None:
@@ -78,6 +93,7 @@ def replay_step(
 
 
 @app.command("check")
+@_untold()
 def check_recipe(
     file: File,
     arguments: Arguments = None,
@@ -114,6 +130,7 @@ def check_recipe(
 
 
 @app.command("verify")
+@_untold()
 def verify_run(
     run: Annotated[str, typer.Argument(metavar="RUN|CERTIFICATE", help="A run's directory, or a certificate.")],
     file: Annotated[str, typer.Argument(metavar="[FILE[:NAME]]", help="The recipe, if it is not where it was.")] = "",
@@ -125,19 +142,19 @@ def verify_run(
 
     Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
     """
-    with _untold():
-        path = pathlib.Path(run)
-        known = _known(run, file, f"phalanx verify {run} FILE[:NAME]")
-        if path.is_dir():
-            verified = verify(known, path, steps=_range(steps), workers=workers)
-        elif steps:
-            raise UsageError(f"--steps chooses among steps of a run, and {run} is no directory of one")
-        else:
-            verified = check_certificate(path, known, workers=workers)
+    path = pathlib.Path(run)
+    known = _known(run, file, f"phalanx verify {run} FILE[:NAME]")
+    if path.is_dir():
+        verified = verify(known, path, steps=_range(steps), workers=workers)
+    elif steps:
+        raise UsageError(f"--steps chooses among steps of a run, and {run} is no directory of one")
+    else:
+        verified = check_certificate(path, known, workers=workers)
     _end(verified, json_=json_)
 
 
 @app.command("certify")
+@_untold()
 def certify_run(
     run: RunArgument,
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="Where to write it.")] = "certificate.json",
@@ -149,23 +166,12 @@ def certify_run(
     Exit status 0 if it is what it says, 1 if it is not, 2 if that could not be told; only 0 writes.
     """
     known = _known(run, recipe)
-    with _untold():
-        verified, facts = certify(known, pathlib.Path(run), workers=workers)
+    verified, facts = certify(known, pathlib.Path(run), workers=workers)
     if not facts:
         _end(verified, json_=False)
     with writing("--out", out) as target:
         target.write_text(json.dumps(facts, indent=1) + "\n")
     typer.echo(f"chain   {facts['chain']}\ndigest  {facts['digest']}\n{out}")
-
-
-@contextlib.contextmanager
-def _untold() -> Iterator[None]:
-    """Exit with the status UNKNOWN after any error."""
-    try:
-        yield
-    except PhalanxError as error:
-        typer.echo(f"phalanx: {error}", err=True)
-        raise typer.Exit(UNKNOWN) from error
 
 
 def _end(verified: Verified, *, json_: bool) -> None:

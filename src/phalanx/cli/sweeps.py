@@ -9,7 +9,8 @@ from typing import Any
 from phalanx.checkpoint.chain import CHAIN, records
 from phalanx.checkpoint.directory import LOG, at_work
 from phalanx.cli.pages import LOSS, History, best_of, read, spelled
-from phalanx.errors import UsageError
+from phalanx.definition import checks
+from phalanx.errors import SnapshotError, UsageError
 
 
 def rows_of(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -53,7 +54,11 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 
 def _row(name: str, path: pathlib.Path, history: History) -> dict[str, Any]:
-    recorded = [record.get("arguments") for record in records(path / CHAIN, "run")]
+    recorded: list[Any] = []
+    try:
+        recorded += [record.get("arguments") for record in records(path / CHAIN, "run")]
+    except SnapshotError as error:
+        checks.warn(f"{error}; the arguments of {name} are not shown")
     last = history.last()
     return {
         "run": name,

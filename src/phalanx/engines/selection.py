@@ -31,6 +31,7 @@ from phalanx.plan.fold import Placement, place
 from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Engine, Framework
 from phalanx.seams.records import RunState, StepReport
+from phalanx.surroundings.interrupts import of_handler
 from phalanx.surroundings.presence import processors, several, usable_cores
 
 START_SECONDS = 2.0  # to import the framework in a new process, with a margin
@@ -211,7 +212,9 @@ class Auto(Changing[Engine]):
             self._stay(error)
 
     def _stay(self, error: Exception) -> None:
-        """Go on in this process, and say why."""
+        """Go on in this process, and say why; what a handler of a signal raised is the caller's."""
+        if of_handler(error):
+            raise error
         self._consider = None
         checks.warn(f"training goes on in this process (same answer), as it cannot move to workers: {error}")
 

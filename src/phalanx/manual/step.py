@@ -200,13 +200,13 @@ class Given:
 def _dealt(batch: Any, count: int) -> list[Share]:
     """The batch in ``count`` shares."""
     source = open_batch(batch)
+    columns = isinstance(source, Columns)
     shares: list[Share] = []
     for start, end in share_bounds(len(source), count):
-        if isinstance(source, Columns):
+        if columns:
             content = source.rebuild([_rows(array, start, end) for array in source.arrays])
         else:
             content = source.items[start:end]
-        columns = isinstance(source, Columns)
         shares.append(Share(np.arange(start, end), lambda _, content=content: content, columns, "batch"))
     return shares
 

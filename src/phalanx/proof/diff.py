@@ -21,7 +21,7 @@ from phalanx.checkpoint.snapshot import Snapshot, read
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.proof.difference import SIDES, Difference, Unequal, flat, in_common, parting, taken, unequal
-from phalanx.proof.instant import Instant, devices_of, snapshots
+from phalanx.proof.instant import Instant, devices_of, whole
 from phalanx.proof.sides import Side, another, different_fields, side
 from phalanx.run.observers import shown
 from phalanx.seams.records import Captured, StepReport, Tensor, Watch
@@ -96,7 +96,7 @@ def _compared(one: Side, other: Side, operations: bool) -> Difference | None:
 
 def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | None:
     """Compare tensors of no known step with those of the newest state of the other side."""
-    sides = [side.loose or side.newest() for side in (one, other)]
+    sides = [side.loose or side.tensors(max(side.saved, default=0)) for side in (one, other)]
     both = bool(one.loose and other.loose)
     if not both and not set(sides[0]) & set(sides[1]):
         raise UsageError(f"{one.name} and {other.name} have no tensor in common; give a run that has a snapshot")
@@ -124,7 +124,11 @@ def _ends(one: Side, other: Side, fields: dict[str, str], same: int) -> Differen
     ------
     UsageError
         What they have is not of the same steps.
+    SnapshotError
+        A snapshot is damaged.
     """
+    for folder in (*one.saved.values(), *other.saved.values()):
+        whole(folder)  # what cannot be read may differ
     common = max(same, in_common(one.links, other.links))
     counts = [max([len(side.links or ()), *side.states]) for side in (one, other)]
     states = set(one.states) & set(other.states)
@@ -158,11 +162,10 @@ def _again(one: Side, other: Side, same: int, last: int, operations: bool) -> tu
     assert one.recipe is not None, "who asks has looked"
     assert other.recipe is not None, "who asks has looked"
     begins: tuple[Snapshot | None, Snapshot | None] = None, None
-    saved = [snapshots(side.folder) for side in (one, other)]
-    known = set(saved[0]) & set(saved[1]) & set(one.states) & set(other.states)
+    known = set(one.saved) & set(other.saved) & set(one.states) & set(other.states)
     for step in sorted((step for step in known if step <= min(same, last)), reverse=True):
         with contextlib.suppress(SnapshotError):  # an earlier one may be whole
-            begins = read(saved[0][step]), read(saved[1][step])
+            begins = read(one.saved[step]), read(other.saved[step])
             break
     try:
         with (
@@ -205,9 +208,10 @@ def _differing(one: Side, other: Side, state: int) -> list[str]:
 
 def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
     """How much a tensor differs, where both states are there."""
-    sides = [{name: value for name, value in side.tensors(state).items() if name == leaf} for side in (one, other)]
-    mismatch = unequal(*sides) if all(sides) else None
-    return mismatch or Unequal(leaf, None, None)
+    with contextlib.suppress(SnapshotError, KeyError):  # their hashes differ all the same
+        left, right = ({leaf: side.tensors(state)[leaf]} for side in (one, other))
+        return unequal(left, right) or Unequal(leaf, None, None)
+    return Unequal(leaf, None, None)
 
 
 class ComputedValue(NamedTuple):

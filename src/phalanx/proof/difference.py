@@ -187,12 +187,10 @@ def in_common(one: Links | None, other: Links | None) -> int:
     SnapshotError
         A line that only one of them has is damaged.
     """
-    end = min(len(one), len(other)) if one and other else 0
-    if one and other and end > max(one.first, other.first):
-        left, right = one[end - 1], other[end - 1]
-        end = end if left["link"] == right["link"] or set(left) & set(right) - set(OWN) else 0
-    else:
-        end = 0
+    end = 0
+    if one and other and (last := min(len(one), len(other))) > max(one.first, other.first):
+        left, right = one[last - 1], other[last - 1]
+        end = last if left["link"] == right["link"] or set(left) & set(right) - set(OWN) else 0
     for links in filter(None, (one, other)):
         links.check(end)
     return end

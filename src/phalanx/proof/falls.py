@@ -235,7 +235,7 @@ def trial(
             done.right = all({**end, **wanted} == end for end in ends)
             done.problem = "" if done.right else f"the processes ended so: {ends}"
         except (RunError, OSError, subprocess.TimeoutExpired) as error:
-            done.problem = f"{error}; {_last((folder / 'errors').read_text())}"
+            done.problem = f"{error}; {' '.join((folder / 'errors').read_text().split()[-60:])}"
         finally:
             if done.problem:
                 hosts.signal(hosts.pids(), signal.SIGKILL)
@@ -301,7 +301,3 @@ def campaign(
 def without_links() -> str:
     """Why links cannot be cut here; "" if they can."""
     return f"Hosts are processes, and links cannot be cut: {why}." if (why := why_not()) else ""
-
-
-def _last(text: str) -> str:
-    return " ".join(text.split()[-60:])

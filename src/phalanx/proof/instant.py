@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.checkpoint.chained import brought_as, leaves_now, retrained_in
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
+from phalanx.checkpoint.files import is_there
 from phalanx.checkpoint.resume import losses_in
 from phalanx.checkpoint.snapshot import MANIFEST, Snapshot, read
 from phalanx.checkpoint.tensors import states_in
@@ -253,11 +254,27 @@ def of_updates(result: Any, definition: Definition) -> list[float]:
 
 def snapshots(folder: pathlib.Path | None) -> dict[int, pathlib.Path]:
     """Where the snapshots of a run are, by their steps, newest first; a snapshot by itself is one."""
-    if folder is None or not ((alone := (folder / MANIFEST).exists()) or (folder / SNAPSHOTS).is_dir()):
+    if folder is None:
         return {}
-    if alone:
+    if is_there(folder / MANIFEST):
         return {read(folder).step: folder}
-    return snapshot_folders(folder)
+    return snapshot_folders(folder) if is_there(folder / SNAPSHOTS) else {}
+
+
+def whole(folder: pathlib.Path) -> Snapshot | None:
+    """A snapshot, with every byte checked; None where a run that goes on has removed it.
+
+    Raises
+    ------
+    SnapshotError
+        It is damaged.
+    """
+    try:
+        return read(folder)
+    except SnapshotError:
+        if is_there(folder):
+            raise
+        return None
 
 
 def devices_of(folder: pathlib.Path | None, step: int, workers: int = 1) -> list[str]:
@@ -281,6 +298,6 @@ def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:
     """The newest good snapshot of a run from before ``step``; None: begin with the model as it is made."""
     for saved, path in snapshots(folder).items():
         if saved <= step:
-            with contextlib.suppress(SnapshotError):
+            with contextlib.suppress(SnapshotError):  # steps since an earlier one come to the same
                 return read(path)
     return None

@@ -101,7 +101,7 @@ def replay(
     UsageError
         There is no such step, replica or phase, or the recipe has no data.
     SnapshotError
-        The batch of the step was brought, and there is no snapshot of that step.
+        The chain is damaged. Or the batch of the step was brought, and there is no good snapshot of that step.
     WorkerError
         User code raised, as it did in the run; ``__cause__`` is its own exception.
     bdb.BdbQuit
@@ -126,7 +126,7 @@ def replay(
     checks.integer("replica", replica, least=0, most=recipe.replicas - 1)
     begin = nearest(folder, step)
     if batch is not None and (begin.step if begin else 0) != step:
-        raise SnapshotError(f"there is no snapshot of step {step}, and batches of the steps before it are gone")
+        raise SnapshotError(f"there is no good snapshot of step {step}, and batches of the steps before it are gone")
     before = None if folder is None else _loss_in(folder, recipe, step, replica)
     with Instant(recipe, begin, batch=batch, folder=folder) as instant:
         instant.go_to(step, phase, progress=progress)
@@ -140,13 +140,19 @@ def replay(
 
 
 def _loss_in(folder: pathlib.Path, recipe: Definition, step: int, replica: int) -> str | None:
-    """The loss of a replica in a run, if its chain has one; warns where the run had another recipe."""
-    with contextlib.suppress(PhalanxError, LookupError), contextlib.closing(side(folder)) as run:
+    """The loss of a replica in a run, if its chain has one; warns where the run had another recipe.
+
+    Raises
+    ------
+    SnapshotError
+        The chain is damaged.
+    """
+    with contextlib.suppress(UsageError, LookupError), contextlib.closing(side(folder)) as run:
         if why := another(recipe, run.run.get("recipe")):
             text = f"the run in {str(folder)!r} had another recipe ({why}): this one is computed, from the run's state"
             checks.warn(text)
         elif recipe.phases is None and run.links is not None and run.links.first <= step < len(run.links):
-            loss, weight = (run.links.fields(step)[name][replica] for name in ("losses", "weights"))
+            loss, weight = (run.links[step][name][replica] for name in ("losses", "weights"))
             return str(loss) if weight else None
     return None
 

@@ -6,7 +6,6 @@ Also in what two runs' recipes and environments differ, and whether a recipe at 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import re
@@ -14,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.checkpoint import files, tensors
+from phalanx.checkpoint import tensors
 from phalanx.checkpoint.chain import CHAIN, Links, records
 from phalanx.checkpoint.chained import recall, tensors_of
-from phalanx.checkpoint.snapshot import FACTS, read
+from phalanx.checkpoint.files import is_there
+from phalanx.checkpoint.snapshot import facts_of, read
 from phalanx.definition.data import is_array
 from phalanx.definition.described import Comparison, compare, described
 from phalanx.definition.fields import Definition
@@ -40,6 +40,8 @@ class Side:
     links : Links or None
     run : dict
         Description (``recipe``), ``environment`` and ``origin`` of the recipe.
+    saved : dict
+        Its snapshots, damaged or not, by the number of steps done; newest first.
     states : dict
         Hashes of tensors by name, by the number of steps done.
     loose : dict
@@ -52,6 +54,7 @@ class Side:
     folder: pathlib.Path | None = None
     links: Links | None = None
     run: dict[str, Any] = field(default_factory=dict[str, Any])
+    saved: dict[int, pathlib.Path] = field(default_factory=dict[int, pathlib.Path])
     states: dict[int, dict[str, str]] = field(default_factory=dict[int, dict[str, str]])
     loose: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     recipe: Definition | None = None
@@ -64,15 +67,17 @@ class Side:
         return self.links
 
     def tensors(self, step: int) -> dict[str, Tensor]:
-        """The tensors of the state after so many steps, if there is a good snapshot of it."""
-        with contextlib.suppress(SnapshotError, KeyError):
-            snapshot = read(snapshots(self.folder)[step])
-            return tensors_of(snapshot.weights, snapshot.training)
-        return {}
+        """The tensors of the state after so many steps; empty where there is no snapshot of it.
 
-    def newest(self) -> dict[str, Tensor]:
-        """The tensors of the newest state that there is a good snapshot of."""
-        return next(filter(None, map(self.tensors, sorted(self.states, reverse=True))), {})
+        Raises
+        ------
+        SnapshotError
+            It is damaged.
+        """
+        if step not in self.saved:
+            return {}
+        snapshot = read(self.saved[step])
+        return tensors_of(snapshot.weights, snapshot.training)
 
     def close(self) -> None:
         """Close the chain."""
@@ -100,7 +105,7 @@ def side(target: Any, recipe: Definition | None = None) -> Side:
             "safetensors file, a result, or a dict of tensors"
         )
     path = pathlib.Path(target)
-    if not path.exists():
+    if not is_there(path):
         raise UsageError(f"{str(path)!r} does not exist; give the directory of a run, a snapshot, a chain or a file")
     if path.is_dir():
         return _folder(path, recipe)
@@ -116,20 +121,19 @@ def side(target: Any, recipe: Definition | None = None) -> Side:
 
 def _folder(path: pathlib.Path, recipe: Definition | None) -> Side:
     run = Side(str(path), path, recipe=recipe or recall(path))
-    saved = snapshots(path)  # listed before the chain is opened, which is never older than a snapshot
-    if (path / CHAIN).exists():
+    run.saved = snapshots(path)  # listed before the chain is opened, which is never older than a snapshot
+    if is_there(path / CHAIN):
         _chain(run, path / CHAIN)
-    elif not saved:
+    elif not run.saved:
         raise UsageError(f"{str(path)!r} has neither a chain nor snapshots; give the directory of a run, or a snapshot")
-    for step, folder in saved.items():
-        facts: Any = {}
-        with contextlib.suppress(OSError, ValueError, RecursionError):  # its tensors are checked when they are read
-            facts = json.loads(files.read(folder / FACTS))
-        parts = [part for part in _object(facts, "hashes").values() if isinstance(part, dict)]
-        if parts:
-            run.states[step] = tensors_of(parts[0], parts[1] if len(parts) > 1 else {})
-        for name in ("recipe", "environment"):
-            run.run.setdefault(name, _object(facts, name))
+    for step, folder in run.saved.items():
+        with contextlib.suppress(SnapshotError):  # another difference may be found: else all are read
+            facts = facts_of(folder)
+            parts = [part for part in facts["hashes"].values() if isinstance(part, dict)]
+            if parts:
+                run.states[step] = tensors_of(parts[0], parts[1] if len(parts) > 1 else {})
+            for name in ("recipe", "environment"):
+                run.run.setdefault(name, facts[name])
     return run
 
 
@@ -146,9 +150,9 @@ def _chain(run: Side, path: pathlib.Path) -> Side:
     return run
 
 
-def _object(facts: Any, name: str) -> dict[str, Any]:
+def _object(facts: dict[str, Any], name: str) -> dict[str, Any]:
     """A dict in what a file says, which may be anything; empty if there is no such dict."""
-    value = facts.get(name) if isinstance(facts, dict) else None
+    value = facts.get(name)
     return value if isinstance(value, dict) else {}
 
 

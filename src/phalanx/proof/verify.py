@@ -15,18 +15,17 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.checkpoint.chain import CHAIN, Links, body_of, line_after
+from phalanx.checkpoint.chain import body_of, line_after
 from phalanx.checkpoint.chained import fields_of, retrained_in
 from phalanx.checkpoint.files import read as read_file
 from phalanx.checkpoint.resume import losses_in, read_any
-from phalanx.checkpoint.snapshot import read
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import changes
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.proof.difference import parted
-from phalanx.proof.instant import Instant, devices_of, named_devices, nearest, snapshots
+from phalanx.proof.instant import Instant, devices_of, named_devices, nearest, whole
 from phalanx.proof.replay import failure_of
 from phalanx.proof.sides import Side, another, differing, side
 from phalanx.recipe import Recipe
@@ -104,7 +103,7 @@ def verify(
 
 def _cut(run: Side, *, whole: bool) -> str:
     """Why the chain cannot be that of the whole run."""
-    newest, count = max(run.states, default=0), len(run.chain)
+    newest, count = max([*run.states, *run.saved], default=0), len(run.chain)
     if whole and newest > count:
         return (
             f"it cannot be told: {run.chain.path} has {count} steps, and the newest snapshot is of step {newest}, so "
@@ -117,19 +116,21 @@ def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]
     """Name a snapshot of these steps that cannot be used, or has other losses than the chain; else empty."""
     updates = recipe.rounds.updates
     known = [step for first, end in stretches for step in range(first, end)]
-    for saved, folder in snapshots(run.folder).items():
+    for saved, folder in run.saved.items():
         if not any(first <= saved <= end for first, end in stretches):
             continue
         try:
-            history = losses_in(read(folder), updates(saved))
+            found = whole(folder)
+            if found is None:
+                continue
+            history = losses_in(found, updates(saved))
             for step in (step for step in known if step < saved):
                 mine, theirs = history[updates(step) : updates(step + 1)], run.chain.losses(step)
                 if list(map(str, mine)) != list(map(str, theirs)):
                     why = f"the snapshot of step {saved} has another loss of step {step} than the chain"
                     raise SnapshotError(why)
         except SnapshotError as error:
-            if folder.exists():  # a run that is going on removes old ones
-                return f"{error}; remove that folder, which a run that goes on does not use either"
+            return f"{error}; remove that folder, which a run that goes on does not use either"
     return ""
 
 
@@ -168,7 +169,7 @@ def _stretches(run: Side, steps: tuple[int, int] | None) -> Sequence[tuple[int, 
     first, last = steps or (links.first, len(links))
     if not links.first <= first < last <= len(links):
         raise UsageError(f"steps is {first}:{last}, and the chain has {links.first}:{len(links)}; give some of those")
-    return list(itertools.pairwise(sorted({first, last, *(at for at in snapshots(run.folder) if first < at < last)})))
+    return list(itertools.pairwise(sorted({first, last, *(at for at in run.saved if first < at < last)})))
 
 
 def _compared(
@@ -266,13 +267,12 @@ def certify(recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1) -> tuple
     verified = verify(recipe, run_dir, workers=workers)
     if verified.status != SAME:
         return verified, {}
-    with Links(run_dir / CHAIN) as links, Instant(recipe, newest) as instant:
-        root, digest = links[newest.step - 1]["link"], instant.exported.digest
-    facts = {"certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step}
-    with contextlib.closing(side(run_dir)) as run:
-        facts["arguments"] = run.run.get("arguments")
-    facts["device"] = newest.facts.get("device")
-    return verified, {**facts, "chain": root, "digest": digest}
+    with contextlib.closing(side(run_dir)) as run, Instant(recipe, newest) as instant:
+        return verified, {
+            "certificate": FORMAT, "recipe": newest.recipe, "environment": newest.environment, "steps": newest.step,
+            "arguments": run.run.get("arguments"), "device": newest.facts.get("device"),
+            "chain": run.chain[newest.step - 1]["link"], "digest": instant.exported.digest,
+        }  # fmt: skip
 
 
 def claim_of(path: pathlib.Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def plot_history(
     across = "epoch" if per_epoch else "step"
     for chart in charts:
         last = chart is charts[-1]
-        _finished(chart, across if last else "", "" if chart is not charts[0] else "training loss", "")
+        _finished(chart, across if last else "", "training loss" if chart is charts[0] else "")
         chart.tick_params(axis="x", bottom=last, labelbottom=last)
     charts[0].set_title(title, fontsize=9, wrap=True, pad=ABOVE)
     return charts[0]
@@ -126,10 +126,10 @@ def plot_rates(lrs: Sequence[float], losses: Sequence[float], suggestion: float,
     ax = ax or new_axes()
     ax.semilogx(lrs, losses, color=LOSS_COLOR)
     ax.axvline(suggestion, color=DEATH_COLOR, linestyle="--", label=f"falls fastest at {suggestion:.1e}")
-    return _finished(ax, "learning rate", "training loss, smoothed", "")
+    return _finished(ax, "learning rate", "training loss, smoothed")
 
 
-def _finished(ax: Axes, across: str, up: str, title: str) -> Axes:
+def _finished(ax: Axes, across: str, up: str, title: str = "") -> Axes:
     ax.set(xlabel=across, ylabel=up)
     ax.set_title(title, fontsize=9, wrap=True, pad=ABOVE)
     ax.grid(alpha=0.2)

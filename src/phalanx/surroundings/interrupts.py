@@ -24,6 +24,7 @@ import contextlib
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -185,6 +186,14 @@ def check() -> None:
     """Deliver a SIGINT that need not wait any longer; call it where nothing is half done, and in every wait."""
     if PROCESS.pressed and PROCESS.due and _here():
         PROCESS.deliver()
+
+
+def of_handler(error: BaseException) -> bool:
+    """Whether a handler of a signal raised it: then it says nothing of the code that it broke into."""
+    handlers: list[Any] = list(map(HANDLERS.getsignal, signal.valid_signals()))
+    calls = [getattr(handler, "func", vars(type(handler)).get("__call__", handler)) for handler in handlers]
+    codes = {getattr(handler, "__code__", None) for handler in (*handlers, *calls)}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import importlib
 import io
 import itertools
 import mmap
+import multiprocessing
 import operator
 import os
 import pickle
@@ -40,6 +41,7 @@ from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warn
 from phalanx.frameworks.registry import reduced as reduced_by_frameworks
 from phalanx.shared.memory import ALIGNMENT, Memory, available_bytes
 from phalanx.surroundings import sources
+from phalanx.surroundings.interrupts import of_handler
 
 Reducer = Callable[[Any], Any]
 _DEFINED: weakref.WeakSet[type] = weakref.WeakSet()  # in a worker, classes that came by value
@@ -145,8 +147,11 @@ def pieces_of(thing: Any, reducer: Reducer, *, by_file: bool = False) -> list[me
 def needed(thing: Any, reducer: Reducer) -> list[str]:
     """The modules that unpacking ``thing`` imports; where it cannot be packed, those that were found until then."""
     packer = Packer(io.BytesIO(), reducer, [])
-    with contextlib.suppress(Exception):
+    try:
         packer.dump(thing)
+    except Exception as error:
+        if of_handler(error):
+            raise
     return [name for name, module in packer.by_value.items() if module is None]
 
 
@@ -182,6 +187,8 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *
     try:
         Packer(file, reducer, buffers, by_file=by_file).dump(thing)
     except Exception as error:
+        if of_handler(error):
+            raise
         path, culprit = _culprit(thing, reducer)
         path = path.removeprefix("fields.")
         raise UsageError(
@@ -215,6 +222,7 @@ def described(framework: str) -> dict[str, Any]:
         "path": list(sys.path),
         "sources": sources.proven(),
         "arguments": list(sys.argv),
+        "key": bytes(multiprocessing.current_process().authkey),  # of its managers: who may call them
         "depth": sys.getrecursionlimit(),
         "filters": [item for item in warnings.filters if item[2].__module__ == "builtins"],  # others may take long
         "framework": framework,
@@ -232,6 +240,7 @@ def adopt_environment(environment: dict[str, Any]) -> None:
     sys.path[:] = environment["path"]
     sys.meta_path.insert(0, sources.Finder(environment["sources"]))
     sys.argv[:] = environment["arguments"]
+    multiprocessing.current_process().authkey = environment["key"]
     sys.setrecursionlimit(environment["depth"])
     adopt_numeric_environment(environment["numeric"])
     filters: Any = warnings.filters  # last: imports above may insert their own
@@ -345,7 +354,9 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
 def _travels(thing: Any, reducer: Reducer) -> bool:
     try:
         Packer(io.BytesIO(), reducer, []).dump(thing)
-    except Exception:
+    except Exception as error:
+        if of_handler(error):
+            raise
         return False
     return True
 
