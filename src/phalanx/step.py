@@ -30,8 +30,8 @@ from phalanx.surroundings.presence import CURRENT
 T = TypeVar("T")
 ABSENT = Part(0.0, 0.0, returned=False, samples=0)
 UNCOUNTED = (
-    "every replica of {} has weight 0: loss_fn counted nothing to average over in the whole batch; nothing was updated. "
-    "on_nonfinite='skip' goes on without such steps; or leave such batches out, or raise batch_size"
+    "every replica of {} has weight 0: loss_fn counted nothing to average over in the whole batch; nothing was "
+    "updated. on_nonfinite='skip' goes on without such steps; or leave such batches out, or raise batch_size"
 )
 
 

@@ -140,7 +140,7 @@ def test_steps_in_which_nothing_counts(kit):
     assert ["nan" in each for each in losses] == [True, False]
     untrained, skipped, trained = (weights(dataclasses.replace(recipe, steps=steps)) for steps in (0, 1, 2))
     assert untrained == skipped != trained
-    with pytest.raises(phalanx.RunError, match="every replica of step 0 has weight 0.*on_nonfinite='skip' goes on"):
+    with pytest.raises(phalanx.RunError, match=r"every replica of step 0 has weight 0.*on_nonfinite='skip' goes on"):
         dataclasses.replace(recipe, on_nonfinite="stop").train(engine="inline")
 
 
