@@ -84,7 +84,8 @@ class Lane:
         phases = definition.phases or (None,)
         unread = later and self._parts == 1
         device = self.parameters[0].device
-        self._forwards = [Forward(definition, model, device, later=unread, phase=phase) for phase in phases]
+        facts = {"later": unread, "called": ambiguous.anew}
+        self._forwards = [Forward(definition, model, device, phase=phase, **facts) for phase in phases]
         self._chosen = [None if phase is None else covered(phase, self.named, model) for phase in phases]
         self._ambiguous = ambiguous
         self._later = later
