@@ -22,7 +22,7 @@ from phalanx.definition import generators
 from phalanx.definition.checks import parameters_of
 from phalanx.definition.data import map_tree
 from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
-from phalanx.definition.plain import check_like, is_flag
+from phalanx.definition.plain import check_like, inexact, is_flag
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
@@ -228,7 +228,7 @@ def retrain(updates: Updates, change: Training) -> None:
         No optimizer has one that is to be thawed, or an optimizer would have nothing to train any more.
     """
     schedules = [each._schedules for each in (updates._phases if isinstance(updates, Phased) else [updates])]
-    chosen = {name: item for name, item in updates.named if name in change.names and item.is_floating_point()}
+    chosen = {name: item for name, item in updates.named if name in change.names and inexact(item.dtype)}
     updated = {id(item) for schedule in schedules for members in schedule.members for item in members}
     if lacking := [name for name, item in chosen.items() if change.trained and id(item) not in updated]:
         raise UsageError(
