@@ -190,8 +190,10 @@ def own(sample: Any) -> Any:
                 parts.append(own(part))
         return kind(parts)
     if hasattr(kind, "new_empty_strided") and not vars(sample):
-        if sample.requires_grad:  # a copy would be another leaf, or hang on this one's graph
-            return sample
+        if sample.requires_grad:
+            if sample.is_leaf:  # a copy would be another one
+                return sample
+            sample = sample.detach()  # workers and readers do not have the graph, and a backward pass may use it up
         copied = sample.clone()
         try:
             same = copied.stride() == sample.stride()
