@@ -47,7 +47,15 @@ def as_batch(samples: Any, share: Share, collate: Callable[[Any], Any]) -> Any:
     """The samples that ``share.read`` returned, as a batch."""
     if isinstance(samples, Collated):
         return samples.batch
-    return samples if share.collated else (share.collate or collate)(samples)
+    if share.collated:
+        return samples
+    try:
+        return (share.collate or collate)(samples)
+    except Exception as error:
+        for number, sample in zip(share.samples, samples, strict=False):
+            if sample is None:
+                error.add_note(f"{READING} {number}, it was given None")
+        raise
 
 
 class BatchShares:

@@ -227,6 +227,8 @@ def function(name: str, value: Any, example: str) -> None:
 def optimizer(name: str, value: Any, example: str) -> None:
     """Refuse a value that is not None, callable, or a pair of functions, as an optimizer of optax is."""
     if not (isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))):
+        if hasattr(value, "gradient_transformation"):
+            example = f"optax.{type(value).__name__}(...).gradient_transformation()"
         function(name, value, example)
 
 

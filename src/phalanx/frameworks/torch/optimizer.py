@@ -315,7 +315,12 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         or optimizer.defaults.get("differentiable", True)
         or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
     ):
-        optimizer.step()
+        try:
+            optimizer.step()
+        except Exception as error:
+            if "closure" not in str(error):
+                raise
+            raise _with_closure(kind) from error
         return
     optimizer._opt_called = True  # type: ignore[attr-defined]
     with torch.no_grad():
@@ -385,7 +390,11 @@ def _check_kind(optimizer: Any) -> None:
         raise UsageError(f"optimizer returned a {kind}; it must return a torch.optim.Optimizer, as in {EXAMPLE}{apart}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise UsageError(
-            f"optimizer is {kind}, which evaluates the loss several times a step and couples all parameters; "
-            "a step here has one gradient: use a first-order optimizer such as AdamW"
-        )
+        raise _with_closure(type(optimizer))
+
+
+def _with_closure(kind: type) -> UsageError:
+    return UsageError(
+        f"optimizer is {kind.__name__}, which evaluates the loss several times a step and couples all parameters; "
+        "a step here has one gradient: use a first-order optimizer such as AdamW"
+    )

@@ -25,6 +25,8 @@ def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Capture
     training: dict[str, Tensor] = {}
 
     def keep(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, torch.dtype) and _name(leaf) in CODES:
+            return _name(leaf)
         if not isinstance(leaf, torch.Tensor) or _name(leaf.dtype) not in CODES:
             return None
         training[path] = _taken(leaf, copy=copy)
@@ -137,7 +139,9 @@ def _other_names(model: torch.nn.Module) -> list[tuple[str, str | None]] | None:
     return others + [(name, None) for name in own.values() if name not in listed]
 
 
-def _found(training: dict[str, Tensor], reference: Any, path: str) -> torch.Tensor:
+def _found(training: dict[str, Tensor], reference: Any, path: str) -> Any:
+    if isinstance(reference, str) and reference in CODES:
+        return getattr(torch, reference)
     name, strides, _ = reference
     if name != path:
         raise ValueError(f"{path} is {name!r:.80}")

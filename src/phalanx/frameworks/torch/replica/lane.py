@@ -324,6 +324,11 @@ def substituted(named: Sequence[tuple[str, torch.nn.Parameter]], weights: Mappin
 def _explain(error: Exception, samples: int) -> None:
     """Raise a clearer error where torch's comes from how the batch was dealt, or from its compiler's limits."""
     explain(error)
+    if "to be Long" in str(error) or "type Long but" in str(error):
+        raise UsageError(
+            f"a loss was called with targets of too few bits ({error}); classes are numbered in int64: convert them "
+            "with .astype(numpy.int64) (a tensor: .long())"
+        ) from error
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
         raise UsageError(
             f"BatchNorm cannot normalise a share of {samples} sample ({error}); raise batch_size or lower replicas so "
