@@ -47,10 +47,8 @@ def as_batch(samples: Any, share: Share, collate: Callable[[Any], Any]) -> Any:
     """The samples that ``share.read`` returned, as a batch."""
     if isinstance(samples, Collated):
         return samples.batch
-    if share.collated:
-        return samples
     try:
-        return (share.collate or collate)(samples)
+        return samples if share.collated else (share.collate or collate)(samples)
     except Exception as error:
         for number, sample in zip(share.samples, samples, strict=False):
             if sample is None:

@@ -27,6 +27,7 @@ SHOWN_CHARACTERS = 80
 OUTLINED = 6  # entries of a container
 NOTES = GIVEN, BATCH = "output was", "the batch was"
 SIZES = re.compile(r"(?:Using a t|T)arget size \(torch\.Size\(\[(.*?)\]\)\).* input size \(torch\.Size\(\[(.*?)\]\)\)")
+UNCHECKED = contextlib.nullcontext()
 BETWEEN = ("phalanx", "contextlib", "functools", "typer", "click")  # packages that are not the caller's code
 Kind = TypeVar("Kind", bound=type)
 
@@ -145,12 +146,19 @@ def noting(output: Any, target: Any, more: str = "") -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def comparing() -> Iterator[None]:
+def comparing(compared: set[Any], what: Any) -> contextlib.AbstractContextManager[None]:
     """Refuse a loss or metric of torch that is called inside with n outputs and n targets, and compares n * n pairs.
 
-    torch warns of such sizes, through Python. Its warning is looked at whatever filters say, others are passed on. This
-    is no work for each step: it makes Python forget which warnings it has shown.
+    It is looked at once: ``what`` is added to those that have ``compared`` sizes that fit.
+    """
+    return UNCHECKED if what in compared else _comparing(compared, what)
+
+
+@contextlib.contextmanager
+def _comparing(compared: set[Any], what: Any) -> Iterator[None]:
+    """Torch warns of such sizes, through Python. Its warning is looked at whatever filters say, others are passed on.
+
+    This is no work for each step: it makes Python forget which warnings it has shown.
     """
 
     def look(message: Any, *more: Any) -> None:
@@ -165,6 +173,7 @@ def comparing() -> Iterator[None]:
         except ValueError as error:  # some losses raise it
             _sizes(str(error))
             raise
+    compared.add(what)
 
 
 def _sizes(text: str) -> bool:
@@ -227,8 +236,6 @@ def function(name: str, value: Any, example: str) -> None:
 def optimizer(name: str, value: Any, example: str) -> None:
     """Refuse a value that is not None, callable, or a pair of functions, as an optimizer of optax is."""
     if not (isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))):
-        if hasattr(value, "gradient_transformation"):
-            example = f"optax.{type(value).__name__}(...).gradient_transformation()"
         function(name, value, example)
 
 

@@ -186,6 +186,13 @@ def open_data(data: Any, argument: str = "data") -> Columns | Samples:
     UsageError
         Empty data, columns of unequal length, iterators and loaders.
     """
+    for path, leaf in leaves(data[:1] if type(data) is list else data, argument, lists=True):
+        # Its first backward pass uses up a graph, and workers do not have it. Evaluations need none.
+        if argument == "data" and getattr(leaf, "requires_grad", False):
+            raise UsageError(
+                f"{path} requires a gradient, and data must not hang on a graph; pass {path}.detach(). If a loss needs "
+                "gradients of its inputs, call x.requires_grad_() in forward_fn"
+            )
     if is_array(data) or isinstance(data, (tuple, Mapping)):
         return open_columns(data, argument)
     text = isinstance(data, (str, bytes, bytearray))
@@ -210,16 +217,12 @@ def open_data(data: Any, argument: str = "data") -> Columns | Samples:
         )
     if len(data) == 0:
         raise UsageError(f"{argument} is empty (a {type(data).__name__} of length 0); it needs at least one sample")
-    if type(data) is list and argument == "data":
-        _check_no_graph(data[0], "data[0]")
     return Samples(data, random=type(data) is not list)
 
 
 def open_columns(data: Any, argument: str) -> Columns:
     """Columns of equal length out of a tuple or dict of arrays (nested ones too), or a single array."""
     columns = list(leaves(data, argument))
-    if argument == "data":
-        _check_no_graph(data, argument)
     if not columns:
         raise UsageError(f"{argument} is an empty {type(data).__name__}; {_way_out(argument)}")
     for name, column in columns:
@@ -242,16 +245,6 @@ def open_columns(data: Any, argument: str) -> Columns:
         raise UsageError(f"{argument} is empty (columns of length 0); it needs at least one sample")
     plain = type(data) is tuple and all(map(is_array, data))
     return Columns(tuple(column for _, column in columns), tuple if plain else functools.partial(_rebuilt, data))
-
-
-def _check_no_graph(data: Any, name: str) -> None:
-    """Refuse tensors that hang on a graph: its first backward pass uses it up, and workers do not have it."""
-    for path, leaf in leaves(data, name, lists=True):
-        if getattr(leaf, "requires_grad", False):
-            raise UsageError(
-                f"{path} requires a gradient, and data must not hang on a graph; pass {path}.detach(). If a loss needs "
-                "gradients of its inputs, call x.requires_grad_() in forward_fn"
-            )
 
 
 def _looks_like_columns(data: list[Any]) -> bool:

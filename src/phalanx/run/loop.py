@@ -72,7 +72,7 @@ class Loop:
         self._engine = engine
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting, self._names = waiting, dict[str, bool]()
-        self._compared = set[tuple[str, ...]]()  # metrics that were folded, by names
+        self._compared = set[Any]()  # metrics that were folded, by names
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._heard = 0  # incidents that the observers have heard of
@@ -352,12 +352,9 @@ class Loop:
         """The values of metrics over all of ``data``."""
         self.check_able()
         readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
-        names = tuple(metrics.names)
         try:
-            with contextlib.nullcontext() if names in self._compared else comparing():
-                values = metrics.fold(readings)
-            self._compared.add(names)
-            return values
+            with comparing(self._compared, tuple(metrics.names)):
+                return metrics.fold(readings)
         except PhalanxError:
             raise
         except Exception as error:

@@ -9,7 +9,6 @@ if they return no weight: the mean over replicas is another number.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -60,8 +59,6 @@ class Forward:
         Whether a weight that lies on the device is not read yet.
     phase : Phase, optional
         The phase of a step whose loss it is; None: the recipe's loss.
-    called : bool, default False
-        Whether the loss was called before, so that the sizes that it compares are known to be right.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class Forward:
         *,
         later: bool = False,
         phase: Phase | None = None,
-        called: bool = False,
     ) -> None:
         self._loss_fn: Callable[..., Any] | None = definition.loss_fn if phase is None else phase.loss_fn
         self._takes_model = (definition if phase is None else phase).loss_takes == "model"
@@ -82,8 +78,6 @@ class Forward:
         self._device = device
         self._later = later
         self._tokens = TokenMean() if self._loss_fn is None and definition.replicas > 1 else None
-        self._called = called
-        self._compared = set[tuple[str, ...]]()  # metrics that were called, by names
         self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     def output(self, batch: Any, origin: str, forward_fn: Callable[..., Any] | None = None) -> Any:
@@ -112,7 +106,7 @@ class Forward:
         A weight that lies on a device is a function that waits for it.
         """
         with autocast(self._device, self._definition.precision):
-            value = self._loss(batch, origin, watch) if self._called else self._first_loss(batch, origin, watch)
+            value = self._loss(batch, origin, watch)
         name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         loss, weight, named = _split(name, value)
         if weight is None and self._tokens is not None:
@@ -136,21 +130,11 @@ class Forward:
         with checks.noting(output, target, TAKES_MODEL):
             return loss_fn(output, target)
 
-    def _first_loss(self, *given: Any) -> Any:
-        with checks.comparing():
-            value = self._loss(*given)
-        self._called = True
-        return value
-
     def evaluated(self, metrics: Metrics, batch: Any, origin: str) -> list[Any]:
         """What metrics see of the model's output and target for ``batch``."""
         with autocast(self._device, self._definition.precision):
             output = self.output(batch, origin, metrics.forward_fn)
-        names, target = tuple(metrics.names), self.target(batch, metrics.target_fn) if metrics.targets else None
-        with contextlib.nullcontext() if names in self._compared else checks.comparing():
-            values = metrics.see(output, target, _home)
-        self._compared.add(names)
-        return values
+        return metrics.see(output, self.target(batch, metrics.target_fn) if metrics.targets else None, _home)
 
     def to_device(self, batch: Any) -> Any:
         """``batch`` with its tensors on the model's device."""
@@ -335,19 +319,19 @@ class AmbiguousMean:
     ----------
     definition : Definition
     looks : int
-        At how many replica-steps it looks.
+        At how many replica-steps it looks; 1 where it is made for each step anew.
 
     Attributes
     ----------
-    anew : bool
-        Whether it is made for each step anew.
+    compared : set
+        The phases and metrics whose losses were called, and compare outputs and targets of sizes that fit.
     """
 
     def __init__(self, definition: Definition, looks: int = LOOKS) -> None:
         self._loss_fn = definition.loss_fn
         self._weights = None if _option(self._loss_fn, "weight", None) is None else "has class weights"
         self._own = definition.forward_fn is None
-        self.anew = looks == 1
+        self.compared: set[Any] = {0} if looks == 1 else set()
         self._looks = looks if definition.replicas > 1 and definition.phases is None else 0
 
     def warn(self, weight: float | None, batch: Any) -> None:

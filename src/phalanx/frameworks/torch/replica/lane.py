@@ -84,8 +84,7 @@ class Lane:
         phases = definition.phases or (None,)
         unread = later and self._parts == 1
         device = self.parameters[0].device
-        facts = {"later": unread, "called": ambiguous.anew}
-        self._forwards = [Forward(definition, model, device, phase=phase, **facts) for phase in phases]
+        self._forwards = [Forward(definition, model, device, later=unread, phase=phase) for phase in phases]
         self._chosen = [None if phase is None else covered(phase, self.named, model) for phase in phases]
         self._ambiguous = ambiguous
         self._later = later
@@ -195,7 +194,8 @@ class Lane:
     ) -> tuple[torch.Tensor, Any, Named | None]:
         """The loss of a batch, and the weight and named losses that came with it. Known errors are explained."""
         try:
-            loss, weight, named = self._forwards[todo.phase].loss(batch, share.origin, watch)
+            with checks.comparing(self._ambiguous.compared, todo.phase):
+                loss, weight, named = self._forwards[todo.phase].loss(batch, share.origin, watch)
         except Exception as error:
             _explain(error, len(share.samples))
             raise
@@ -251,7 +251,8 @@ class Lane:
         with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
             self.buffers.begin()
             try:
-                with interrupts.held(), interrupts.user_code():
+                comparing = checks.comparing(self._ambiguous.compared, tuple(metrics.names))
+                with comparing, interrupts.held(), interrupts.user_code():
                     values = self._forwards[0].evaluated(metrics, self._read_batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
