@@ -27,7 +27,6 @@ SHOWN_CHARACTERS = 80
 OUTLINED = 6  # entries of a container
 NOTES = GIVEN, BATCH = "output was", "the batch was"
 SIZES = re.compile(r"(?:Using a t|T)arget size \(torch\.Size\(\[(.*?)\]\)\).* input size \(torch\.Size\(\[(.*?)\]\)\)")
-UNCHECKED = contextlib.nullcontext()
 BETWEEN = ("phalanx", "contextlib", "functools", "typer", "click")  # packages that are not the caller's code
 Kind = TypeVar("Kind", bound=type)
 
@@ -146,20 +145,16 @@ def noting(output: Any, target: Any, more: str = "") -> Iterator[None]:
         raise
 
 
-def comparing(compared: set[Any], what: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def comparing(compared: set[Any], what: Any) -> Iterator[None]:
     """Refuse a loss or metric of torch that is called inside with n outputs and n targets, and compares n * n pairs.
 
-    It is looked at once: ``what`` is added to those that have ``compared`` sizes that fit.
+    torch warns of such sizes, through Python. Its warning is looked at whatever filters say, others are passed on. That
+    makes Python forget which warnings it has shown, so it is done once: ``what`` is then added to ``compared``.
     """
-    return UNCHECKED if what in compared else _comparing(compared, what)
-
-
-@contextlib.contextmanager
-def _comparing(compared: set[Any], what: Any) -> Iterator[None]:
-    """Torch warns of such sizes, through Python. Its warning is looked at whatever filters say, others are passed on.
-
-    This is no work for each step: it makes Python forget which warnings it has shown.
-    """
+    if what in compared:
+        yield
+        return
 
     def look(message: Any, *more: Any) -> None:
         if not _sizes(str(message)):

@@ -26,7 +26,7 @@ def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Capture
 
     def keep(leaf: Any, path: str) -> Any:
         if isinstance(leaf, torch.dtype) and _name(leaf) in CODES:
-            return _name(leaf)
+            return [_name(leaf)]
         if not isinstance(leaf, torch.Tensor) or _name(leaf.dtype) not in CODES:
             return None
         training[path] = _taken(leaf, copy=copy)
@@ -140,13 +140,13 @@ def _other_names(model: torch.nn.Module) -> list[tuple[str, str | None]] | None:
 
 
 def _found(training: dict[str, Tensor], reference: Any, path: str) -> Any:
-    if isinstance(reference, str) and reference in CODES:
-        return getattr(torch, reference)
-    name, strides, _ = reference
+    name, *more = reference
+    if not more and name in CODES:
+        return getattr(torch, name)
     if name != path:
         raise ValueError(f"{path} is {name!r:.80}")
     tensor = tensor_of(training.pop(path))
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return torch.empty_strided(tensor.shape, more[0], dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def tensor_of(stored: Tensor) -> torch.Tensor:

@@ -193,9 +193,13 @@ class Lane:
         self, batch: Any, todo: Todo, share: Share, watch: Watch | None
     ) -> tuple[torch.Tensor, Any, Named | None]:
         """The loss of a batch, and the weight and named losses that came with it. Known errors are explained."""
+        compute, compared = self._forwards[todo.phase].loss, self._ambiguous.compared
         try:
-            with checks.comparing(self._ambiguous.compared, todo.phase):
-                loss, weight, named = self._forwards[todo.phase].loss(batch, share.origin, watch)
+            if todo.phase in compared:
+                loss, weight, named = compute(batch, share.origin, watch)
+            else:
+                with checks.comparing(compared, todo.phase):
+                    loss, weight, named = compute(batch, share.origin, watch)
         except Exception as error:
             _explain(error, len(share.samples))
             raise
