@@ -34,6 +34,7 @@ def observed():
     return quantization.prepare_qat(model.train())
 
 
+@pytest.mark.longest
 @pytest.mark.filterwarnings("ignore")
 @anywhere
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -176,6 +177,7 @@ class TestJax:
         with pytest.raises(phalanx.UsageError, match=r"'act' is a .* nnx\.split\(model, .* eqx\.filter\(model"):
             made.train(engine="inline")
 
+    @pytest.mark.longest
     @pytest.mark.parametrize("given", [lambda steps: steps, lambda steps: lambda: steps])
     def test_accumulating_optimizers(self, given):
         """optax.MultiSteps is told how to become what is taken, and that works."""
