@@ -172,3 +172,17 @@ def test_where_it_ends_the_run(way, options):
         recipe(on_nonfinite=way).train(**options)
     assert caught.value.step == 1
     assert np.isfinite(caught.value.result.loss_history).all()
+
+
+@pytest.mark.long
+def test_diff_compares_such_a_step(tmp_path):
+    """Two runs that first differ in a step in which nothing counts in one of them: that step is named."""
+    labels = torch.where(Y == IGNORED, 0, Y)
+    full, lacking = (
+        recipe(data=(X, labels)),
+        recipe(data=(X, torch.where(torch.arange(48) // 8 == 1, IGNORED, labels))),
+    )
+    for name, made in (("full", full), ("lacking", lacking)):
+        made.train(engine="inline", run_dir=tmp_path / name, snapshot_every=1)
+    difference = phalanx.diff(tmp_path / "full", tmp_path / "lacking", recipes=(full, lacking))
+    assert "differ first in step 1" in str(difference)
