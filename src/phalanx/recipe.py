@@ -174,8 +174,9 @@ class Recipe(Definition):
             says so. With a ``run_dir``, the same call goes on from there, with as much time again.
         deadline_seconds : float or "auto"
             A worker process that does nothing for longer counts as hung: it is killed and replaced. "auto": 20 usual
-            steps, at least a minute (10 minutes before the first step is done); never under a debugger. Over several
-            hosts: how long to wait for a process that lives, 120 s by default (``docs/hosts.md``).
+            steps, at least a minute; 10 minutes before the first step is done, for a chunk of an evaluation, and for
+            who tries again; never under a debugger. Over several hosts: how long to wait for a process that lives, 120
+            s by default (``docs/hosts.md``).
         lost_after : float
             Over several hosts: seconds after which a process that is not heard is lost. The others go on without it.
         min_hosts : int

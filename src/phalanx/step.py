@@ -29,6 +29,10 @@ from phalanx.surroundings.presence import CURRENT
 
 T = TypeVar("T")
 ABSENT = Part(0.0, 0.0, returned=False, samples=0)
+UNCOUNTED = (
+    "every replica of {} has weight 0: loss_fn counted nothing to average over in the whole batch; nothing was "
+    "updated. on_nonfinite='skip' goes on without such steps; or leave such batches out, or raise batch_size"
+)
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class Proposal:
     Attributes
     ----------
     loss : float
-        Weighted mean of the replicas' losses.
+        Weighted mean of the replicas' losses; NaN where every weight is 0, so that the step is skipped.
     norm : float
         2-norm of the mean gradient, before clipping.
     gradient : Vector
@@ -92,10 +96,12 @@ def propose(
         if compare is not None:
             compare()
         check_consistent(parts)
-        weight = _weight(moment, parts)
-        gradient = link.mean(weight)
+        weight = total_weight(parts)
+        if weight is None and definition.on_nonfinite != "skip":
+            raise RunError(UNCOUNTED.format(moment), step=moment.step)
+        gradient = link.mean(weight or 1.0)
         norm, parts = link.norm(gradient, parts)
-        loss = mean_loss(parts, weight)
+        loss, norm = (mean_loss(parts, weight), norm) if weight else (math.nan, math.nan)
         accepted = definition.on_nonfinite == "ignore" or _finite(framework.arithmetic, link, loss, norm, gradient)
         if not accepted and definition.on_nonfinite == "stop":
             raise blame(framework, definition, t, shares, link.hosted)
@@ -191,19 +197,8 @@ def named_means(parts: Sequence[Part]) -> dict[str, float]:
             for part, (value, returned) in zip(parts, pairs, strict=True)
         ]
         weight = total_weight(rows)
-        means[name] = math.nan if weight is None else mean_loss(rows, weight)
+        means[name] = mean_loss(rows, weight) if weight else math.nan
     return means
-
-
-def _weight(moment: Moment, parts: Sequence[Part]) -> float:
-    weight = total_weight(parts)
-    if weight is None:
-        raise RunError(
-            f"every replica of {moment} has weight 0: loss_fn counted nothing to average over in the whole batch; "
-            "leave such batches out, or raise batch_size",
-            step=moment.step,
-        )
-    return weight
 
 
 def _finite(arithmetic: Arithmetic, link: Link, loss: float, norm: float, gradient: Vector) -> bool:

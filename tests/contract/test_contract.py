@@ -21,6 +21,7 @@ PROCESSES = ("torch", "jax")  # those that compute in worker processes, too
 KITS = (*PROCESSES, "tinygrad")
 EVERY = (1, 2, 3, 5, 8)
 STEPS = 6
+ABSENT_CLASS = 2
 FAMILIES = {
     "torch": ["lenet", "transformer", "conv_norm", "masked_tokens"],
     "jax": ["masked_tokens", "dropout", "bfloat16", "whole_loss"],
@@ -125,6 +126,29 @@ def test_steps_that_are_not_finite(kit, on_nonfinite):
     x[11, 0] = np.nan
     recipe = kit.recipe(5, data=(x, y), on_nonfinite=on_nonfinite)
     assert "nan" in same(kit, recipe, 2)[1]
+
+
+@pytest.mark.long
+def test_steps_in_which_nothing_counts(kit):
+    """Where every replica has weight 0 the step is skipped by all workers; a run that may not skip says how."""
+    x, y = (np.asarray(column).copy() for column in kit.recipe(1).data)
+    y[:8] = ABSENT_CLASS  # the first batch, and no more of the later ones than some
+    mean = kit.families["mlp"].loss_fn
+    loss = lambda output, target: (mean(output, target), (target != ABSENT_CLASS).sum())  # noqa: E731
+    recipe = kit.recipe(3, data=(x, y), loss_fn=loss, shuffle=False, on_nonfinite="skip", steps=2)
+    losses = same(kit, recipe, 2)[1]
+    assert ["nan" in each for each in losses] == [True, False]
+    untrained, skipped, trained = (weights(dataclasses.replace(recipe, steps=steps)) for steps in (0, 1, 2))
+    assert untrained == skipped != trained
+    with pytest.raises(phalanx.RunError, match=r"every replica of step 0 has weight 0.*on_nonfinite='skip' goes on"):
+        dataclasses.replace(recipe, on_nonfinite="stop").train(engine="inline")
+
+
+def weights(recipe):
+    """The bytes of all parameters after a run."""
+    with recipe.start(engine="inline") as run:
+        run.finish()
+        return [np.asarray(value).tobytes() for value in run.params.values()]
 
 
 def halves(epoch, generator):

@@ -12,9 +12,9 @@ import phalanx
 from phalanx.engines.hosts import exchange
 
 WIDTH = 420  # a layer is more than one piece
-PLAIN, ABSENT, WEIGHED, TWICE, NOTHING, LATE = range(6)
+PLAIN, ABSENT, WEIGHED, TWICE, NOTHING, LATE, UNCOUNTED = range(7)
 MOODS = [PLAIN] * 3
-for mood in (ABSENT, WEIGHED, TWICE, NOTHING, LATE):
+for mood in (ABSENT, WEIGHED, TWICE, NOTHING, LATE, UNCOUNTED):
     MOODS += [mood, mood, PLAIN, PLAIN, PLAIN]
 
 
@@ -61,6 +61,8 @@ def batches():
             y[:, 1] = 0.5 + (torch.arange(size) < 4)
         if mood == NOTHING:
             y[:4, 1] = 0
+        if mood == UNCOUNTED:
+            y[:, 1] = 0
         yield x, y
 
 
@@ -75,7 +77,7 @@ def digest(replicas, *, plant=False, **options):
     """Of a run on the batches."""
     make = functools.partial(planted, Moody) if plant else Moody
     optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
-    recipe = phalanx.Recipe(make, None, loss, replicas=replicas, optimizer=optimizer)
+    recipe = phalanx.Recipe(make, None, loss, replicas=replicas, optimizer=optimizer, on_nonfinite="skip")
     with recipe.start(progress=False, **options) as run:
         for batch in batches():
             run.step(batch)
@@ -91,7 +93,7 @@ tried(lambda: digest({replicas}, plant={plant}, workers=4, deadline_seconds=20))
 @pytest.mark.longest
 @pytest.mark.parametrize("replicas", [4, pytest.param(8, marks=pytest.mark.campaign)])
 def test_whatever_is_not_as_usual(pair, replicas):
-    """Absent gradients, weights, layers used in a pass inside a pass, a short batch: the digest of one process."""
+    """Absent gradients, weights, batches in which nothing counts, odd passes, a short batch: one process's digest."""
     assert pair(CODE.format(replicas=replicas, plant=False)) == [[digest(replicas, engine="inline")]] * 2
 
 

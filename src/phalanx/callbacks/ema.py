@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from phalanx.definition import checks
-from phalanx.definition.plain import check_like, taking_over
+from phalanx.definition.plain import check_like, inexact, taking_over
 from phalanx.errors import RunError, UsageError
 
 FOREACH: Any = torch
@@ -72,10 +72,10 @@ class EMA:
             return
         for name, value in params.items():  # after a resume they are on the CPU
             self._averaged[name] = self._averaged[name].to(value.device)
-        averages = [self._averaged[name] for name, value in params.items() if value.is_floating_point()]
-        weights = [value for value in params.values() if value.is_floating_point()]
+        # torch cannot add numbers of a byte, as quantized weights that stay frozen have: those stay as they were.
+        changing = [(self._averaged[name], value) for name, value in params.items() if inexact(value.dtype)]
         with torch.no_grad():
-            FOREACH._foreach_lerp_(averages, weights, 1 - self._decay)
+            FOREACH._foreach_lerp_(*zip(*changing, strict=True), 1 - self._decay)
 
     def end(self, result: Any) -> None:
         """Take the average from the workers, who end, unless they have lost it."""

@@ -47,7 +47,13 @@ def as_batch(samples: Any, share: Share, collate: Callable[[Any], Any]) -> Any:
     """The samples that ``share.read`` returned, as a batch."""
     if isinstance(samples, Collated):
         return samples.batch
-    return samples if share.collated else (share.collate or collate)(samples)
+    try:
+        return samples if share.collated else (share.collate or collate)(samples)
+    except Exception as error:
+        for number, sample in zip(share.samples, samples, strict=False):
+            if sample is None:
+                error.add_note(f"{READING} {number}, it was given None")
+        raise
 
 
 class BatchShares:
@@ -190,8 +196,10 @@ def own(sample: Any) -> Any:
                 parts.append(own(part))
         return kind(parts)
     if hasattr(kind, "new_empty_strided") and not vars(sample):
-        if sample.requires_grad:  # a copy would be another leaf, or hang on this one's graph
-            return sample
+        if sample.requires_grad:
+            if sample.is_leaf:  # a copy would be another one
+                return sample
+            sample = sample.detach()  # workers and readers do not have the graph, and a backward pass may use it up
         copied = sample.clone()
         try:
             same = copied.stride() == sample.stride()

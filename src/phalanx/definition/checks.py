@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import pathlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from phalanx.errors import UsageError
 SHOWN_CHARACTERS = 80
 OUTLINED = 6  # entries of a container
 NOTES = GIVEN, BATCH = "output was", "the batch was"
+SIZES = re.compile(r"(?:Using a t|T)arget size \(torch\.Size\(\[(.*?)\]\)\).* input size \(torch\.Size\(\[(.*?)\]\)\)")
 BETWEEN = ("phalanx", "contextlib", "functools", "typer", "click")  # packages that are not the caller's code
 Kind = TypeVar("Kind", bound=type)
 
@@ -141,6 +143,50 @@ def noting(output: Any, target: Any, more: str = "") -> Iterator[None]:
             f"target_fn=lambda batch: ... change them{more}"
         )
         raise
+
+
+@contextlib.contextmanager
+def comparing(compared: set[Any], what: Any) -> Iterator[None]:
+    """Refuse a loss or metric of torch that is called inside with n outputs and n targets, and compares n * n pairs.
+
+    torch warns of such sizes, through Python. Its warning is looked at whatever filters say, others are passed on. That
+    makes Python forget which warnings it has shown, so it is done once: ``what`` is then added to ``compared``.
+    """
+    if what in compared:
+        yield
+        return
+
+    def look(message: Any, *more: Any) -> None:
+        if not _sizes(str(message)):
+            shown(message, *more)
+
+    with warnings.catch_warnings():
+        shown, warnings.showwarning = warnings.showwarning, look
+        warnings.filterwarnings("always", "Using a target size")
+        try:
+            yield
+        except ValueError as error:  # some losses raise it
+            _sizes(str(error))
+            raise
+    compared.add(what)
+
+
+def _sizes(text: str) -> bool:
+    """Whether torch says that a target and an output have other sizes. Pairs by mistake are refused.
+
+    There an axis of one is missing: (n,) and (n, 1) broadcast to (n, n). (n, 1) with (1,), or with (1, n), is meant so.
+    """
+    if (found := SIZES.match(text)) is None:
+        return False
+    target, output = (tuple(map(int, re.findall(r"\d+", sizes))) for sizes in found.groups())
+    (short, less), (long, more) = sorted([(target, "target"), (output, "output")], key=lambda pair: len(pair[0]))
+    if math.prod(short) > 1 and long == (*short, 1):
+        raise UsageError(
+            f"a loss or metric was called with outputs of shape {output} and targets of shape {target}, and would "
+            f"compare each output with every target; give them one shape, as in {less}[{':, ' * len(short)}None] or "
+            f"{more}.squeeze({len(short)})"
+        )
+    return True
 
 
 def integer(name: str, value: Any, *, least: int, most: int | None = None, hint: str = "") -> int:

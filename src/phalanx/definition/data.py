@@ -186,6 +186,13 @@ def open_data(data: Any, argument: str = "data") -> Columns | Samples:
     UsageError
         Empty data, columns of unequal length, iterators and loaders.
     """
+    for path, leaf in leaves(data[:1] if type(data) is list else data, argument, lists=True):
+        # Its first backward pass uses up a graph, and workers do not have it. Evaluations need none.
+        if argument == "data" and getattr(leaf, "requires_grad", False):
+            raise UsageError(
+                f"{path} requires a gradient, and data must not hang on a graph; pass {path}.detach(). If a loss needs "
+                "gradients of its inputs, call x.requires_grad_() in forward_fn"
+            )
     if is_array(data) or isinstance(data, (tuple, Mapping)):
         return open_columns(data, argument)
     text = isinstance(data, (str, bytes, bytearray))

@@ -349,7 +349,8 @@ class Definition:
         checks.function("target_fn", self.target_fn, "target_fn=lambda batch: batch['label']")
         checks.function("collate_fn", self.collate_fn, "collate_fn=torch.utils.data.default_collate")
         checks.function("scheduler", self.scheduler, "scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30)")
-        checks.optimizer("optimizer", self.optimizer, "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)")
+        example = "functools.partial(torch.optim.AdamW, lr=1e-3), or optax.MultiSteps(...).gradient_transformation()"
+        checks.optimizer("optimizer", self.optimizer, example)
 
     def _check_numbers(self) -> None:
         settle = functools.partial(object.__setattr__, self)

@@ -114,6 +114,11 @@ class Each(NamedTuple):
     like: Any
 
 
+def inexact(dtype: Any) -> bool:
+    """Whether torch can average and train numbers of this type; those of a byte are made elsewhere, and only read."""
+    return dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
+
+
 def check_like(value: Any, like: Any, path: str) -> None:
     """Refuse a plain value that is not like another: the same keys, lengths and types, and shapes of tensors.
 

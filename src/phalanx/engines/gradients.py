@@ -45,7 +45,7 @@ class Gradients:
         """Copy what was asked for: updates may write into gradients."""
         if moment.first:
             self.step, self.latest = moment.step, {}
-        there = {index: name for index, name in self._names.items() if gradient[index] is not None}
+        there = {index: name for index, name in self._names.items() if gradient and gradient[index] is not None}
         self.latest |= {index: (name, _copied(gradient[index])) for index, name in there.items()}
 
 

@@ -43,8 +43,7 @@ class LocalLink:
         return list(parts)
 
     def mean(self, weight: float) -> Vector:
-        total = self._total()
-        assert total is not None
+        total = self._total() or []
         return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
 
     def _total(self) -> Vector | None:

@@ -210,7 +210,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
     def named(self, gradient: Sequence[Any] | None) -> dict[str, Any]:
         """A gradient by names of parameters; those that have none are left out."""
-        entries = [None] * len(self.parameters) if gradient is None else gradient
+        entries = gradient or [None] * len(self.parameters)
         return {name: entry for name, entry in zip(self.parameters, entries, strict=True) if entry is not None}
 
     def capture(self) -> Captured:

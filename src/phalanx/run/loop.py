@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from phalanx.definition.batches import Unchanged
-from phalanx.definition.checks import warn
+from phalanx.definition.checks import comparing, warn
 from phalanx.definition.data import spelled
 from phalanx.definition.evaluation import Evaluation, Metrics, Predictions, check_metric, meant
 from phalanx.definition.fields import Definition
@@ -72,6 +72,7 @@ class Loop:
         self._engine = engine
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting, self._names = waiting, dict[str, bool]()
+        self._compared = set[Any]()  # metrics that were folded, by names
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._heard = 0  # incidents that the observers have heard of
@@ -352,7 +353,8 @@ class Loop:
         self.check_able()
         readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
         try:
-            return metrics.fold(readings)
+            with comparing(self._compared, tuple(metrics.names)):
+                return metrics.fold(readings)
         except PhalanxError:
             raise
         except Exception as error:

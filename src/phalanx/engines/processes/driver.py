@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -110,7 +111,7 @@ class Processes:
             "audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0, "placement": placement,
             "signature": plan.layout.signature(), "contents": plan.layout.contents,
             "gradients": self.run_state.gradients, "allow": self.run_state.allow,
-            "devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds, CONNECTING),
+            "devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds(), CONNECTING),
             "averaging": self._decay, "began": None if self._rendezvous else self._steps,
         }  # fmt: skip
         pack_recipe(self._definition, self._framework.name, memories.environment, memories.recipe, facts)
@@ -167,7 +168,10 @@ class Processes:
         """Each worker measures a block of chunks."""
         self.check_able()
         facts = {"metric_fn": metrics, "data": data, "batch_size": batch_size, "weights": weights}
-        return [reading for readings in self.ask("evaluate", facts) for reading in readings]
+        began = time.perf_counter()
+        measured = [reading for readings in self.ask("evaluate", facts) for reading in readings]
+        self._deadline.note((time.perf_counter() - began) * self.workers / len(measured), task=True)
+        return measured
 
     def schedule(self, value: float | Training, epoch: int) -> None:
         """A snapshot is taken at once, since neither evaluated values nor what is frozen follow from the losses."""
@@ -227,7 +231,7 @@ class Processes:
             return None
         self.ended, self.lost = "", False
         with interrupts.held():
-            patience = BREAK_SECONDS if self._failures.portable and not self._copies else self._deadline.seconds
+            patience = BREAK_SECONDS if self._failures.portable and not self._copies else self._deadline.seconds()
             whole = self._pool.break_off(patience)
             self.supervisor.wait_for_readers()
             if whole:

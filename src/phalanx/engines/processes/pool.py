@@ -335,7 +335,7 @@ class WorkerPool:
         """Wait until ``until()``; ``steps``: how many finished steps are worth waking up for."""
         counters, done = self.counters, False
         counters.awaited = steps
-        watch = HangWatch(self._deadline)
+        watch = HangWatch(self._patience)
         while not done:
             self._check_interrupted()
             counters.asleep = 1
@@ -364,10 +364,14 @@ class WorkerPool:
     def _kill_hung(self) -> None:
         """End the workers that hang while all others wait for them; they count as dead."""
         late = self._starting or self.counters.hindmost(self.alive)
+        why = f"hung for {self._patience():.0f} s, its deadline_seconds, and was killed"
         for handle in self._living():
             if handle.number in late:
-                why = f"hung for {self._deadline.seconds:.0f} s and was killed"
                 self._died(handle, (why, Cause.ITSELF))
+        self._deadline.doubted = True
+
+    def _patience(self) -> float:
+        return self._deadline.seconds(task=self.counters.kind == TASK, once=not self._failures.replaceable)
 
     def _living(self) -> list[WorkerHandle]:
         return [handle for handle in self._handles.values() if not handle.ended]

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
@@ -41,32 +41,41 @@ class Deadline:
     Parameters
     ----------
     seconds : float or None
-        None: 20 usual steps, at least a minute; none at all under a debugger.
+        None: 20 usual steps, at least a minute; none at all under a debugger. Steps say nothing about evaluations: of
+        these it is 20 usual chunks, at least ten minutes. Silence cannot tell a hang from a long step, so whoever was
+        killed for it has ten minutes when it tries again.
+
+    Attributes
+    ----------
+    doubted : bool
+        Whether a worker was killed, and nothing was done since.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
-        self._seconds = seconds
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._seconds, self.doubted = seconds, False
+        self._recent = {task: deque[float](maxlen=RECENT) for task in (False, True)}
 
-    def note(self, seconds: float) -> None:
-        """Note how long a step took."""
-        self._recent.append(seconds)
+    def note(self, seconds: float, *, task: bool = False) -> None:
+        """Note how long a step took, or a chunk of a ``task``."""
+        self._recent[task].append(seconds)
+        self.doubted = False
 
-    @property
-    def seconds(self) -> float:
-        """How long a worker may be silent now."""
+    def seconds(self, *, task: bool = False, once: bool = False) -> float:
+        """How long a worker may be silent now: in a step or a ``task``; ``once``: nobody could take its place."""
         if self._seconds is not None:
             return self._seconds
         if sys.gettrace() is not None:
             return math.inf
-        return max(PATIENCE, SLOWER * statistics.median(self._recent)) if self._recent else FIRST_PATIENCE
+        recent = self._recent[task]
+        least = FIRST_PATIENCE if task or once or self.doubted or not recent else PATIENCE
+        return max(least, SLOWER * statistics.median(recent or [0]))
 
 
 class HangWatch:
-    """Notices that nothing has changed for too long. Time in which this process was stopped does not count."""
+    """Notices that nothing has changed for ``seconds()``. Time in which this process was stopped does not count."""
 
-    def __init__(self, deadline: Deadline) -> None:
-        self._deadline = deadline
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        self._seconds = seconds
         self._last = b""
         self._since = self._seen = time.monotonic()
 
@@ -77,7 +86,7 @@ class HangWatch:
         if progress != self._last or asleep:
             self._last, self._since = progress, now
             return False
-        expired = now - self._since > max(self._deadline.seconds, STARTING if starting else 0)
+        expired = now - self._since > max(self._seconds(), STARTING if starting else 0)
         if expired:
             self._since = now
         return expired
@@ -198,6 +207,8 @@ class FailureLog:
         more = f", ... and {count - SHOWN_CAUSES} more" if count > SHOWN_CAUSES else ""
         causes = ", ".join(streak.causes[:SHOWN_CAUSES]) + more
         patience = "" if streak.own >= OWN else "; if others end workers, raise max_failures"
+        if "deadline_seconds" in causes:
+            patience += "; if it was at work and takes so long, raise deadline_seconds"
         if point.doing != "compute":
             where = "before it was ready" if point.doing == "start" else f"at step {step} {DOING[point.doing]}"
             return RunError(

@@ -231,7 +231,7 @@ def build(definition: Definition) -> optax.GradientTransformation:
     if not isinstance(transformation, optax.GradientTransformation):
         raise UsageError(
             f"optimizer returned a {type(transformation).__name__}; for parameters in jax arrays it must return an "
-            f"optax.GradientTransformation, as in {EXAMPLE}"
+            f"optax.GradientTransformation, as in {EXAMPLE}; optax.MultiSteps(...).gradient_transformation() is one"
         )
     if math.isfinite(definition.max_norm):
         return optax.chain(optax.clip_by_global_norm(definition.max_norm), transformation)

@@ -23,7 +23,7 @@ class JaxRecord(Record):
     """jax as the registry knows it."""
 
     name = module = "jax"
-    returns = "a tree of jax arrays (jnp.asarray makes them)"
+    returns = "a tree of jax arrays (jnp.asarray makes them; nnx.split, eqx.filter find a module's)"
     argument = "key"
     thread_variables = "PJRT_NPROC", "NPROC"  # what XLA's CPU client asks for before it counts processors
 

@@ -174,8 +174,8 @@ class WorkerState(SharedState):
         """Does nothing: they are in use already."""
 
     def norm(self, gradient: Gradient, meet: Callable[[], None], there: Sequence[int] | None) -> float:
-        """The norm, from all workers' sums of squares. Every parameter has a gradient."""
-        if self._owned:
+        """The norm, from all workers' sums of squares. Every parameter has a gradient, or none has."""
+        if self._owned and gradient[self._owned[0]] is not None:
             self._squares[self._owned] = arithmetic.squares([gradient[index] for index in self._owned])
         meet()
         return arithmetic.root(self._squares)

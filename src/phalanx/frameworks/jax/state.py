@@ -82,8 +82,9 @@ def placed(params: Any, device: Any) -> Any:
             kind = f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, jax.Array) else type(leaf).__name__
             raise UsageError(
                 f"make_model returned a tree in which {name!r} is a {kind}; every leaf must be a jax array of floating "
-                "numbers, as all of them are trained: use jnp.asarray(value, jnp.float32), or keep it out of the tree "
-                "and in forward_fn"
+                "numbers, as all of them are trained: use jnp.asarray(value, jnp.float32) for a number. Of a module, "
+                "return what nnx.split(model, nnx.Param, ...) or eqx.filter(model, eqx.is_inexact_array) gives; the "
+                "rest goes into forward_fn, which puts both together by nnx.merge or eqx.combine"
             )
     places = set[Any]().union(*(leaf.devices() for leaf in jax.tree.leaves(params)))
     if device is None and len(places) > 1:

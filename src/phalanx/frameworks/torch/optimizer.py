@@ -22,7 +22,7 @@ from phalanx.definition import generators
 from phalanx.definition.checks import parameters_of
 from phalanx.definition.data import map_tree
 from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
-from phalanx.definition.plain import check_like, is_flag
+from phalanx.definition.plain import check_like, inexact, is_flag
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
@@ -228,7 +228,7 @@ def retrain(updates: Updates, change: Training) -> None:
         No optimizer has one that is to be thawed, or an optimizer would have nothing to train any more.
     """
     schedules = [each._schedules for each in (updates._phases if isinstance(updates, Phased) else [updates])]
-    chosen = {name: item for name, item in updates.named if name in change.names and item.is_floating_point()}
+    chosen = {name: item for name, item in updates.named if name in change.names and inexact(item.dtype)}
     updated = {id(item) for schedule in schedules for members in schedule.members for item in members}
     if lacking := [name for name, item in chosen.items() if change.trained and id(item) not in updated]:
         raise UsageError(
@@ -315,7 +315,12 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         or optimizer.defaults.get("differentiable", True)
         or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
     ):
-        optimizer.step()
+        try:
+            optimizer.step()
+        except Exception as error:
+            if "closure" not in str(error):
+                raise
+            raise _with_closure(kind) from error
         return
     optimizer._opt_called = True  # type: ignore[attr-defined]
     with torch.no_grad():
@@ -385,7 +390,11 @@ def _check_kind(optimizer: Any) -> None:
         raise UsageError(f"optimizer returned a {kind}; it must return a torch.optim.Optimizer, as in {EXAMPLE}{apart}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise UsageError(
-            f"optimizer is {kind}, which evaluates the loss several times a step and couples all parameters; "
-            "a step here has one gradient: use a first-order optimizer such as AdamW"
-        )
+        raise _with_closure(type(optimizer))
+
+
+def _with_closure(kind: type) -> UsageError:
+    return UsageError(
+        f"optimizer is {kind.__name__}, which evaluates the loss several times a step and couples all parameters; "
+        "a step here has one gradient: use a first-order optimizer such as AdamW"
+    )

@@ -17,7 +17,7 @@ import torch
 
 from phalanx.definition import checks
 from phalanx.definition.data import map_tree
-from phalanx.definition.plain import check_like, taking_over
+from phalanx.definition.plain import check_like, inexact, taking_over
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import FOREACH, spec_of
 from phalanx.frameworks.torch.optimizer import Updates, step_alone
@@ -165,8 +165,8 @@ class Averages:
             if not self.state:
                 self.state.update({each: {AVERAGED: each.detach().clone()} for _, each in self._named})
                 return
-            floating = [each for _, each in self._named if each.is_floating_point()]
-            FOREACH._foreach_lerp_([self.state[each][AVERAGED] for each in floating], floating, 1 - self._decay)
+            changing = [(self.state[each][AVERAGED], each) for _, each in self._named if inexact(each.dtype)]
+            FOREACH._foreach_lerp_(*zip(*changing, strict=True), 1 - self._decay)
 
     def named(self) -> dict[str, torch.Tensor] | None:
         """The average by names of parameters; None before the first step."""

@@ -25,6 +25,8 @@ def captured(model: torch.nn.Module, updates: Updates, *, copy: bool) -> Capture
     training: dict[str, Tensor] = {}
 
     def keep(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, torch.dtype) and _name(leaf) in CODES:
+            return [_name(leaf)]
         if not isinstance(leaf, torch.Tensor) or _name(leaf.dtype) not in CODES:
             return None
         training[path] = _taken(leaf, copy=copy)
@@ -137,12 +139,14 @@ def _other_names(model: torch.nn.Module) -> list[tuple[str, str | None]] | None:
     return others + [(name, None) for name in own.values() if name not in listed]
 
 
-def _found(training: dict[str, Tensor], reference: Any, path: str) -> torch.Tensor:
-    name, strides, _ = reference
+def _found(training: dict[str, Tensor], reference: Any, path: str) -> Any:
+    name, *more = reference
+    if not more and name in CODES:
+        return getattr(torch, name)
     if name != path:
         raise ValueError(f"{path} is {name!r:.80}")
     tensor = tensor_of(training.pop(path))
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return torch.empty_strided(tensor.shape, more[0], dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def tensor_of(stored: Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 A buffer whose bytes are equal on all replicas that ran keeps those bytes (a folded mean of equal floats would change
 constants). Otherwise floating and complex ones become the mean, weighted by sample count and added in the fold's order;
-others take the first replica's. So replicas themselves carry nothing from step to step and may run anywhere.
+others, and floats of a byte, which torch cannot add, take the first replica's. So replicas themselves carry nothing
+from step to step and may run anywhere.
 
 On a device nothing is read back. Buffers are taken to be written by every forward pass: no counter of torch's tells
 (batch norm writes its statistics uncounted), and comparing would wait for the device. Whether replicas left equal bytes
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx.definition.plain import inexact
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import bytes_of, copy_all, is_dense, same_bytes
 from phalanx.plan import share_weights
@@ -135,7 +137,7 @@ class Buffers:
     def _settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
         """The settled value of a buffer that the replicas left as ``values``; the first itself if that is kept."""
         first, *others = values
-        if not others or not (first.is_floating_point() or first.is_complex()):
+        if not others or not inexact(first.dtype):
             return first
         return first if all(same_bytes(first, other) for other in others) else mean_of(values, weights)
 
@@ -155,6 +157,8 @@ class Buffers:
             if tensor is None or start is None:
                 continue
             if (self._remote and is_dense(tensor)) or not same_bytes(tensor, start):  # expanded: cannot be written
+                if tensor.shape != start.shape:
+                    tensor.resize_(start.shape)  # as forward did, which is refused
                 changed.append((tensor, start))
         copy_all(changed)
 
@@ -193,7 +197,7 @@ class FlatBuffers:
         self._numbers, self._shapes = numbers, [value.shape for value in own]
         self._sizes = [value.numel() for value in own]
         self._device = own[0].device
-        self._mean = own[0].is_floating_point() or own[0].is_complex()
+        self._mean = inexact(own[0].dtype)
 
     def flat(self, buffers: Left) -> torch.Tensor:
         """A copy of the values, of all the model's buffers, that belong here."""

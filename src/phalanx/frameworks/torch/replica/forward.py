@@ -319,13 +319,19 @@ class AmbiguousMean:
     ----------
     definition : Definition
     looks : int
-        At how many replica-steps it looks.
+        At how many replica-steps it looks; 1 where it is made for each step anew.
+
+    Attributes
+    ----------
+    compared : set
+        The phases and metrics whose losses were called, and compare outputs and targets of sizes that fit.
     """
 
     def __init__(self, definition: Definition, looks: int = LOOKS) -> None:
         self._loss_fn = definition.loss_fn
         self._weights = None if _option(self._loss_fn, "weight", None) is None else "has class weights"
         self._own = definition.forward_fn is None
+        self.compared: set[Any] = {0} if looks == 1 else set()
         self._looks = looks if definition.replicas > 1 and definition.phases is None else 0
 
     def warn(self, weight: float | None, batch: Any) -> None:

@@ -193,8 +193,13 @@ class Lane:
         self, batch: Any, todo: Todo, share: Share, watch: Watch | None
     ) -> tuple[torch.Tensor, Any, Named | None]:
         """The loss of a batch, and the weight and named losses that came with it. Known errors are explained."""
+        compute, compared = self._forwards[todo.phase].loss, self._ambiguous.compared
         try:
-            loss, weight, named = self._forwards[todo.phase].loss(batch, share.origin, watch)
+            if todo.phase in compared:
+                loss, weight, named = compute(batch, share.origin, watch)
+            else:
+                with checks.comparing(compared, todo.phase):
+                    loss, weight, named = compute(batch, share.origin, watch)
         except Exception as error:
             _explain(error, len(share.samples))
             raise
@@ -250,7 +255,8 @@ class Lane:
         with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
             self.buffers.begin()
             try:
-                with interrupts.held(), interrupts.user_code():
+                comparing = checks.comparing(self._ambiguous.compared, tuple(metrics.names))
+                with comparing, interrupts.held(), interrupts.user_code():
                     values = self._forwards[0].evaluated(metrics, self._read_batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
@@ -323,6 +329,11 @@ def substituted(named: Sequence[tuple[str, torch.nn.Parameter]], weights: Mappin
 def _explain(error: Exception, samples: int) -> None:
     """Raise a clearer error where torch's comes from how the batch was dealt, or from its compiler's limits."""
     explain(error)
+    if "to be Long" in str(error) or "type Long but" in str(error):
+        raise UsageError(
+            f"a loss was called with targets of too few bits ({error}); classes are numbered in int64: convert them "
+            "with .astype(numpy.int64) (a tensor: .long())"
+        ) from error
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
         raise UsageError(
             f"BatchNorm cannot normalise a share of {samples} sample ({error}); raise batch_size or lower replicas so "
