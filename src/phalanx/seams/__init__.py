@@ -320,8 +320,8 @@ class Sharing(Protocol):
     def move(self, layout: Any, places: Places) -> None:
         """Move storages of this process's weights, by their number, to an offset into a memory."""
 
-    def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Any:
-        """What lies in the arena as ``Exported``, without a digest; shares memory where arrays are written.
+    def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Callable[[], Any]:
+        """What returns the arena's state of now as ``Exported``, without a digest; shares memory where arrays are written.
 
         ``resting``: storages that the caller's state has as they are.
         """

@@ -354,6 +354,7 @@ class Mirror:
         self._layout = layout
         self._arena = arena
         self._sharing = sharing
+        self._looks: dict[tuple[int, ...], Any] = {}  # they show this arena, so they go with this engine
 
     def put(self, worker: int | None = None) -> dict[str, Any]:
         """Copy the state into the arena, or what a worker keeps of it; returns what describes the rest."""
@@ -392,8 +393,10 @@ class Mirror:
 
     def look(self) -> Any:
         """The state in the arena, exported, without a copy where the framework's arrays may be written."""
-        resting = [number for number in self._layout.frozen if self._frozen.resting(number)]
-        return self._sharing.look(self._layout, self._arena, resting)
+        resting = tuple(number for number in self._layout.frozen if self._frozen.resting(number))
+        if resting not in self._looks:
+            self._looks[resting] = self._sharing.look(self._layout, self._arena, resting)
+        return self._looks[resting]()
 
     def _piece(self, piece: int, offset: int) -> Any:
         return self._arrays.view(self._arena, offset, self._layout.contents.state[piece].spec)

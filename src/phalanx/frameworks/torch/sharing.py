@@ -53,7 +53,6 @@ class Sharing:
     moving_seconds = 0.2  # of making the arena and forking workers
     averaging: tuple[float, Weights | None] | None = None
     listen: Any = field(init=False)
-    looks: dict[tuple[int, ...], Shown] = field(default_factory=dict[tuple[int, ...], Shown], compare=False)
 
     def __post_init__(self) -> None:
         self.listen = self.collector.listen
@@ -95,17 +94,15 @@ class Sharing:
     def move(self, layout: Layout, places: Places) -> None:
         rebind(self.parameters, layout.contents.storage_of, places)
 
-    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
+    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Callable[[], Exported]:
         """The model's weights and buffers are the arena's."""
-        if (known := tuple(resting)) not in self.looks:
-            sizes = layout.contents.storages
-            weights = [
-                mine if at in resting else placed(mine, home_at((arena, layout.weights[at]), sizes[at]))
-                for mine, at in zip(self.parameters, layout.contents.storage_of, strict=True)
-            ]
-            buffers = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
-            self.looks[known] = Shown(self.model, weights, buffers)
-        return self.looks[known].follow()
+        sizes = layout.contents.storages
+        weights = [
+            mine if at in resting else placed(mine, home_at((arena, layout.weights[at]), sizes[at]))
+            for mine, at in zip(self.parameters, layout.contents.storage_of, strict=True)
+        ]
+        buffers = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
+        return Shown(self.model, weights, buffers).follow
 
     def _contents(self, state: list[StatePiece], replicas: int) -> Contents:
         """No weight is frozen where a lone replica's forward, or a foreign optimizer, may write any."""
