@@ -6,11 +6,17 @@ tensors. The caller's process keeps a model of its own, which is copied into the
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import gc
+import itertools
 import mmap
+import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,8 +24,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
+from phalanx.definition.reachable import reachable
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient, blank, brought, spec_of, view
@@ -35,6 +43,7 @@ from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_
 
 DISPATCH = "__torch_dispatch__"
 NEGATIVE: Any = torch  # its name for a view of the negatives is private
+STORAGE: Any = torch.UntypedStorage
 STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to keep: Adam's
 
 
@@ -91,8 +100,8 @@ class Sharing:
             return CopiedState(self, layout)
         return SharedState(self, layout) if worker is None else WorkerState(self, layout, arena, worker)
 
-    def move(self, layout: Layout, places: Places) -> None:
-        rebind(self.parameters, layout.contents.storage_of, places)
+    def move(self, layout: Layout, places: Places, *, stay: bool = False) -> None:
+        rebind(self.model, layout.contents.storage_of, places, stay=stay)
 
     def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Callable[[], Exported]:
         """The model's weights and buffers are the arena's."""
@@ -247,40 +256,125 @@ class WorkerState(SharedState):
         return self._updates.total_norm(self._norms if there is None else self._norms[list(there)])
 
 
-def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: Places) -> None:
+def rebind(model: torch.nn.Module, storages: Sequence[int], places: Places, *, stay: bool) -> None:
     """Make every tensor of this process that lies in a parameter's storage lie in another memory instead.
 
-    Not only the parameters: a view of a weight that is kept as a plain attribute must go on seeing the weight.
+    Not only the parameters: a view of a weight that is kept as a plain attribute must go on seeing the weight. What is
+    no tensor cannot be moved, as an array. Memory is never freed under it.
 
     Parameters
     ----------
-    parameters : sequence of torch.Tensor
+    model : torch.nn.Module
     storages : sequence of int
         The number of each parameter's storage.
     places : dict
         The new memory, and the offset there, of some storages by their number.
+    stay : bool
+        The new memory has the same bytes. So what somebody else has, too, stays where it is.
+
+    Raises
+    ------
+    UsageError
+        The model has something else than tensors over memory that has to move.
     """
-    homes: dict[int, torch.UntypedStorage] = {}
-    for parameter, number in zip(parameters, storages, strict=True):
-        storage = parameter.untyped_storage()
-        if number in places and storage.nbytes() and storage.data_ptr() not in homes:
-            homes[storage.data_ptr()] = home_at(places[number], storage.nbytes())
-    if not homes:
-        return
-    tensors = _tensors()
-    if not set(map(id, parameters)) <= set(map(id, tensors)):
+    parameters = list(model.parameters())
+    numbers = {_address(parameter): number for parameter, number in zip(parameters, storages, strict=True)}
+    moving = _lying(parameters, {at: [] for at, number in numbers.items() if at and number in places}, every=not stay)
+    views: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
+    for at in moving.keys() - (_held(moving) if stay else ()):
+        tensors = moving[at]
+        size = tensors[0].untyped_storage().nbytes()
+        left = _put(tensors, home_at(places[numbers[at]], size), doubt=not stay)
+        if left is not None and stay:
+            _put(tensors, left)
+        elif left is not None:
+            views[at] = tensors[0], left
+    if views:
+        _check_views(model, views)
+
+
+def _put(tensors: Sequence[Any], home: torch.UntypedStorage, *, doubt: bool = False) -> torch.UntypedStorage | None:
+    """Move tensors of a storage; returns it if somebody else has it, or, in ``doubt``, may have an array of it."""
+    storage = tensors[0].untyped_storage()
+    old, kept = StorageWeakRef(storage), doubt and (not storage.resizable() or _beyond_python(tensors)) and storage
+    del storage
+    for tensor in tensors:
+        tensor.data = placed(tensor, home)
+    return kept or (None if old.expired() else STORAGE._new_with_weak_ptr(old.cdata))
+
+
+def _lying(parameters: Sequence[Any], lying: dict[int, list[Any]], *, every: bool) -> dict[int, list[Any]]:
+    """Fill in the tensors that lie at these addresses, parameters first; ``every``: those that ``gc.freeze`` hides."""
+    tensors = _tensors() if lying else []
+    if lying and every and not set(map(id, parameters)) <= set(map(id, tensors)):
         # User code froze what it had made. Otherwise what a worker inherited stays frozen: to list it takes 60 ms.
         gc.unfreeze()
         tensors = _tensors()
-    for tensor in tensors:
-        home = homes.get(_address(tensor))
-        if home is not None:
-            tensor.data = placed(tensor, home)
+    for tensor in {id(tensor): tensor for tensor in (*parameters, *tensors)}.values() if lying else ():
+        if (address := _address(tensor)) in lying:
+            lying[address].append(tensor)
+    return lying
 
 
 def _tensors() -> list[torch.Tensor]:
     """All that this process knows of, but for frozen ones."""
     return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+
+
+def _held(lying: Mapping[int, Sequence[Any]]) -> set[int]:
+    """Where somebody refers to a tensor whom garbage collection does not know, as ``tensor.numpy()`` does.
+
+    torch marks the storages of arrays: they cannot be resized. That says nothing of whether the array is there still.
+    """
+    held = {at for at, tensors in lying.items() if _beyond_python(tensors)}
+    marked = [one for at, one in lying.items() if at not in held and not one[0].untyped_storage().resizable()]
+    if not marked:
+        return held
+    alone = [torch.empty(0), torch.empty(0)]  # nobody else has these, but the first has a view, which counts in C++
+    tensors, _view = [*itertools.chain(*marked), *alone], alone[0][:]
+    wanted = set(map(id, tensors))
+    known = Counter(id(item) for item in gc.get_referents(*gc.get_objects()) if id(item) in wanted)
+    counts = [sys.getrefcount(tensors[at]) - known[id(tensors[at])] for at in range(len(tensors))]
+    pairs = zip(tensors, counts, strict=True)
+    return held | {_address(tensor) for tensor, count in pairs if count > counts[-2 if tensor._use_count() > 1 else -1]}
+
+
+def _beyond_python(tensors: Sequence[Any]) -> bool:
+    """Whether C++ has one of them, and not for a view of it: for an array of DLPack, say."""
+    views = Counter(id(tensor._base) for tensor in tensors)
+    return any(tensor._use_count() > 1 + views[id(tensor)] for tensor in tensors)
+
+
+def _check_views(model: torch.nn.Module, left: Mapping[int, tuple[torch.Tensor, torch.UntypedStorage]]) -> None:
+    """Refuse what the model has over storages that its weights have ``left``; what others have keeps its memory."""
+    starts = sorted(left)
+    elsewhere = (("", item) for item in gc.get_referents(*gc.get_objects()))
+    for path, value in itertools.chain(reachable({"model": model}), elsewhere):
+        at = _start(value)
+        if not starts[0] <= at:
+            continue
+        parameter, storage = left[starts[bisect.bisect(starts, at) - 1]]
+        if at >= storage.data_ptr() + storage.nbytes():
+            continue
+        if path and ".__class__" not in path:  # what a function of its class knows may be for others
+            name = next(name for name, item in model.named_parameters() if item is parameter)
+            raise UsageError(
+                f"{path} ({type(value).__name__}) lies in the memory of the weight {name!r}. Worker processes move "
+                "that, and only tensors made of the weight itself move with it. Keep one of those (weight.detach()) "
+                "and make an array of it in forward, or keep a copy; or use engine='inline'"
+            )
+        if issubclass(type(value), np.ndarray):
+            weakref.finalize(value, id, storage)
+
+
+def _start(value: Any) -> int:
+    """The address of memory; 0 for what has none."""
+    kind = type(value)  # to ask an object for its class may run code of its own
+    if issubclass(kind, np.ndarray):
+        return value.ctypes.data
+    if issubclass(kind, torch.UntypedStorage):
+        return value.data_ptr()
+    return _address(value) if issubclass(kind, torch.Tensor) else 0
 
 
 def home_at(location: tuple[mmap.mmap, int], size: int) -> torch.UntypedStorage:
@@ -312,5 +406,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
-    """A storage's memory."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    """A storage's memory. It is not marked as that of an array."""
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    memory.storage = storage
+    return np.ndarray(storage.nbytes(), np.uint8, memory)
