@@ -47,7 +47,7 @@ class Run:
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
         self._terminated, self.closed = "", False
-        self._given: set[weakref.ref[Any]] = set()  # what the caller looks at, and may change; engines keep it
+        self._given = weakref.WeakSet[Any]()  # what the caller looks at, and may change; engines keep it
         self._times, self._predictor = (called, time.perf_counter()), predictor
         self.kept_in = kept_in  # run_dir, in processes that do not write to it, too
         self._watched = True  # whether the caller may look at the state after each step
@@ -380,9 +380,8 @@ class Run:
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
-        for given in tuple(self._given):
-            if (state := given()) is not None:
-                state.check()
+        for given in self._given:
+            given.check()
         interrupts.check()
         with self._handed_over():
             try:
@@ -397,7 +396,7 @@ class Run:
     def _look(self) -> Exported:
         shown = self._engine.export(copy=False, digest=False)
         if shown.looked_at is not None:
-            self._given.add(weakref.ref(shown.looked_at, self._given.discard))
+            self._given.add(shown.looked_at)
         return shown
 
     def _preempted(self) -> Preempted:

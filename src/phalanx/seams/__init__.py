@@ -323,10 +323,11 @@ class Sharing(Protocol):
         ``stay``: the same bytes are there already, so those whose memory somebody else has, too, may stay.
         """
 
-    def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Callable[[], Any]:
-        """Returns a function: it gives the arena's state of now as ``Exported``, without a digest.
+    def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int], looks: dict[Any, Any]) -> Any:
+        """What lies in the arena as ``Exported``, without a digest; shares memory where arrays are written.
 
-        Memory is shared where arrays are written. ``resting``: storages that the caller's state has as they are.
+        ``resting``: storages that the caller's state has as they are. ``looks``: for what is to be the same object the
+        next time; it goes with the arena.
         """
         ...
 

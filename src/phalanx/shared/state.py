@@ -20,7 +20,7 @@ from phalanx.seams import Sharing
 from phalanx.shared.layout import WORD, Layout
 from phalanx.shared.memory import Memory, give_back
 
-GROUP = 64 << 20  # bytes that are copied before their old memory is given back
+GROUP = 256 << 20  # bytes that are copied before their old memory is given back
 
 
 class FrozenWeights:
@@ -356,7 +356,7 @@ class Mirror:
         self._layout = layout
         self._arena = arena
         self._sharing = sharing
-        self._looks: dict[tuple[int, ...], Any] = {}  # they show this arena, so they go with this engine
+        self._looks: dict[Any, Any] = {}  # they show this arena, so they go with it
 
     def put(self, worker: int | None = None) -> dict[str, Any]:
         """Copy the state into the arena, or what a worker keeps of it; returns what describes the rest."""
@@ -395,10 +395,8 @@ class Mirror:
 
     def look(self) -> Any:
         """The state in the arena, exported, without a copy where the framework's arrays may be written."""
-        resting = tuple(number for number in self._layout.frozen if self._frozen.resting(number))
-        if resting not in self._looks:
-            self._looks[resting] = self._sharing.look(self._layout, self._arena, resting)
-        return self._looks[resting]()
+        resting = [number for number in self._layout.frozen if self._frozen.resting(number)]
+        return self._sharing.look(self._layout, self._arena, resting, self._looks)
 
     def _piece(self, piece: int, offset: int) -> Any:
         return self._arrays.view(self._arena, offset, self._layout.contents.state[piece].spec)

@@ -6,13 +6,10 @@ tensors. The caller's process keeps a model of its own, which is copied into the
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import gc
-import itertools
 import mmap
 import sys
 import weakref
@@ -24,7 +21,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from phalanx.definition.reachable import reachable
@@ -43,7 +39,11 @@ from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_
 
 DISPATCH = "__torch_dispatch__"
 NEGATIVE: Any = torch  # its name for a view of the negatives is private
-STORAGE: Any = torch.UntypedStorage
+STARTS: Any = {  # the addresses of what has memory
+    np.ndarray: lambda array: array.ctypes.data,
+    torch.UntypedStorage: torch.UntypedStorage.data_ptr,
+    torch.Tensor: lambda tensor: _address(tensor),
+}
 STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to keep: Adam's
 
 
@@ -103,15 +103,17 @@ class Sharing:
     def move(self, layout: Layout, places: Places, *, stay: bool = False) -> None:
         rebind(self.model, layout.contents.storage_of, places, stay=stay)
 
-    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Callable[[], Exported]:
+    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int], looks: dict[Any, Any]) -> Exported:
         """The model's weights and buffers are the arena's."""
-        sizes = layout.contents.storages
-        weights = [
-            mine if at in resting else placed(mine, home_at((arena, layout.weights[at]), sizes[at]))
-            for mine, at in zip(self.parameters, layout.contents.storage_of, strict=True)
-        ]
-        buffers = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
-        return Shown(self.model, weights, buffers).follow
+        if (known := tuple(resting)) not in looks:
+            sizes = layout.contents.storages
+            weights = [
+                mine if at in resting else placed(mine, home_at((arena, layout.weights[at]), sizes[at]))
+                for mine, at in zip(self.parameters, layout.contents.storage_of, strict=True)
+            ]
+            buffers = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
+            looks[known] = Shown(self.model, weights, buffers)
+        return looks[known].follow()
 
     def _contents(self, state: list[StatePiece], replicas: int) -> Contents:
         """No weight is frozen where a lone replica's forward, or a foreign optimizer, may write any."""
@@ -278,103 +280,62 @@ def rebind(model: torch.nn.Module, storages: Sequence[int], places: Places, *, s
         The model has something else than tensors over memory that has to move.
     """
     parameters = list(model.parameters())
-    numbers = {_address(parameter): number for parameter, number in zip(parameters, storages, strict=True)}
-    moving = _lying(parameters, {at: [] for at, number in numbers.items() if at and number in places}, every=not stay)
-    views: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
-    for at in moving.keys() - (_held(moving) if stay else ()):
-        tensors = moving[at]
-        size = tensors[0].untyped_storage().nbytes()
-        left = _put(tensors, home_at(places[numbers[at]], size), doubt=not stay)
-        if left is not None and stay:
-            _put(tensors, left)
-        elif left is not None:
-            views[at] = tensors[0], left
-    if views:
-        _check_views(model, views)
-
-
-def _put(tensors: Sequence[Any], home: torch.UntypedStorage, *, doubt: bool = False) -> torch.UntypedStorage | None:
-    """Move tensors of a storage; returns it if somebody else has it, or, in ``doubt``, may have an array of it."""
-    storage = tensors[0].untyped_storage()
-    old, kept = StorageWeakRef(storage), doubt and (not storage.resizable() or _beyond_python(tensors)) and storage
-    del storage
-    for tensor in tensors:
-        tensor.data = placed(tensor, home)
-    return kept or (None if old.expired() else STORAGE._new_with_weak_ptr(old.cdata))
-
-
-def _lying(parameters: Sequence[Any], lying: dict[int, list[Any]], *, every: bool) -> dict[int, list[Any]]:
-    """Fill in the tensors that lie at these addresses, parameters first; ``every``: those that ``gc.freeze`` hides."""
-    tensors = _tensors() if lying else []
-    if lying and every and not set(map(id, parameters)) <= set(map(id, tensors)):
+    homes = {
+        _address(parameter): home_at(places[number], parameter.untyped_storage().nbytes())
+        for parameter, number in zip(parameters, storages, strict=True)
+        if number in places
+    }
+    homes.pop(0, None)
+    if not homes:
+        return
+    if not stay and not set(map(id, parameters)) <= set(map(id, gc.get_objects())):
         # User code froze what it had made. Otherwise what a worker inherited stays frozen: to list it takes 60 ms.
         gc.unfreeze()
-        tensors = _tensors()
-    for tensor in {id(tensor): tensor for tensor in (*parameters, *tensors)}.values() if lying else ():
-        if (address := _address(tensor)) in lying:
-            lying[address].append(tensor)
-    return lying
+    known = [*parameters, *(item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))]
+    tensors = {id(tensor): tensor for tensor in known if _address(tensor) in homes}
+    held = _held(tensors)
+    if held and not stay:
+        _check_views(model, tensors, held)
+    for tensor in tensors.values():
+        address = _address(tensor)
+        if address in held:
+            if stay:
+                continue
+            weakref.finalize(tensor, id, held[address])  # the memory stays as long as an array that was made of it
+        tensor.data = placed(tensor, homes[address])
 
 
-def _tensors() -> list[torch.Tensor]:
-    """All that this process knows of, but for frozen ones."""
-    return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+def _held(tensors: Mapping[int, Any]) -> dict[int, torch.UntypedStorage]:
+    """The storages of these tensors, by address, that somebody has of whom garbage collection does not know.
 
-
-def _held(lying: Mapping[int, Sequence[Any]]) -> set[int]:
-    """Where somebody refers to a tensor whom garbage collection does not know, as ``tensor.numpy()`` does.
-
-    torch marks the storages of arrays: they cannot be resized. That says nothing of whether the array is there still.
+    An array is such a one. It refers to the tensor that it was made of.
     """
-    held = {at for at, tensors in lying.items() if _beyond_python(tensors)}
-    marked = [one for at, one in lying.items() if at not in held and not one[0].untyped_storage().resizable()]
-    if not marked:
-        return held
-    alone = [torch.empty(0), torch.empty(0)]  # nobody else has these, but the first has a view, which counts in C++
-    tensors, _view = [*itertools.chain(*marked), *alone], alone[0][:]
-    wanted = set(map(id, tensors))
-    known = Counter(id(item) for item in gc.get_referents(*gc.get_objects()) if id(item) in wanted)
-    counts = [sys.getrefcount(tensors[at]) - known[id(tensors[at])] for at in range(len(tensors))]
-    pairs = zip(tensors, counts, strict=True)
-    return held | {_address(tensor) for tensor, count in pairs if count > counts[-2 if tensor._use_count() > 1 else -1]}
+    known = Counter(id(item) for item in gc.get_referents(*gc.get_objects()) if id(item) in tensors)
+    views = Counter(id(tensor._base) for tensor in tensors.values())
+    held, alone = dict[int, torch.UntypedStorage](), torch.empty(0)
+    for tensor in tensors.values():
+        beyond = tensor._use_count() - 1  # views in C++, and what DLPack made
+        others = sys.getrefcount(tensor) - known[id(tensor)] - bool(beyond) > sys.getrefcount(alone)
+        kept = sys.getrefcount(tensor.untyped_storage()) > sys.getrefcount(alone.untyped_storage())
+        if others or kept or beyond > views[id(tensor)]:
+            held[_address(tensor)] = tensor.untyped_storage()
+    return held
 
 
-def _beyond_python(tensors: Sequence[Any]) -> bool:
-    """Whether C++ has one of them, and not for a view of it: for an array of DLPack, say."""
-    views = Counter(id(tensor._base) for tensor in tensors)
-    return any(tensor._use_count() > 1 + views[id(tensor)] for tensor in tensors)
-
-
-def _check_views(model: torch.nn.Module, left: Mapping[int, tuple[torch.Tensor, torch.UntypedStorage]]) -> None:
-    """Refuse what the model has over storages that its weights have ``left``; what others have keeps its memory."""
-    starts = sorted(left)
-    elsewhere = (("", item) for item in gc.get_referents(*gc.get_objects()))
-    for path, value in itertools.chain(reachable({"model": model}), elsewhere):
-        at = _start(value)
-        if not starts[0] <= at:
-            continue
-        parameter, storage = left[starts[bisect.bisect(starts, at) - 1]]
-        if at >= storage.data_ptr() + storage.nbytes():
-            continue
-        if path and ".__class__" not in path:  # what a function of its class knows may be for others
-            name = next(name for name, item in model.named_parameters() if item is parameter)
-            raise UsageError(
-                f"{path} ({type(value).__name__}) lies in the memory of the weight {name!r}. Worker processes move "
-                "that, and only tensors made of the weight itself move with it. Keep one of those (weight.detach()) "
-                "and make an array of it in forward, or keep a copy; or use engine='inline'"
-            )
-        if issubclass(type(value), np.ndarray):
-            weakref.finalize(value, id, storage)
-
-
-def _start(value: Any) -> int:
-    """The address of memory; 0 for what has none."""
-    kind = type(value)  # to ask an object for its class may run code of its own
-    if issubclass(kind, np.ndarray):
-        return value.ctypes.data
-    if issubclass(kind, torch.UntypedStorage):
-        return value.data_ptr()
-    return _address(value) if issubclass(kind, torch.Tensor) else 0
+def _check_views(model: torch.nn.Module, tensors: Mapping[int, Any], held: Mapping[int, torch.UntypedStorage]) -> None:
+    """Refuse what the model itself has in these storages, and is not among the tensors that move."""
+    for path, item in reachable({"model": model}):
+        # What functions of its class know may be there for others.
+        if type(item) in STARTS and id(item) not in tensors and ".__class__" not in path:
+            start = STARTS[type(item)](item)
+            for name, parameter in model.named_parameters():
+                storage = held.get(_address(parameter))
+                if storage is not None and 0 <= start - storage.data_ptr() < storage.nbytes():
+                    raise UsageError(
+                        f"{path} ({type(item).__name__}) lies in the memory of the weight {name!r}. Worker processes "
+                        "move that, and only tensors made of the weight itself move with it. Keep such a tensor there "
+                        "(weight.detach()) and make an array of it in forward, or keep a copy; or use engine='inline'"
+                    )
 
 
 def home_at(location: tuple[mmap.mmap, int], size: int) -> torch.UntypedStorage:
@@ -406,7 +367,5 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
-    """A storage's memory. It is not marked as that of an array."""
-    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-    memory.storage = storage
-    return np.ndarray(storage.nbytes(), np.uint8, memory)
+    """A storage's memory."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
