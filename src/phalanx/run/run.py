@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import pathlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class Run:
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
         self._terminated, self.closed = "", False
-        self._given: set[Callable[[], object]] = set()  # checks of exported models, which the caller may change
+        self._given = weakref.WeakSet[Any]()  # what the caller looks at, and may change; engines keep it
         self._times, self._predictor = (called, time.perf_counter()), predictor
         self.kept_in = kept_in  # run_dir, in processes that do not write to it, too
         self._watched = True  # whether the caller may look at the state after each step
@@ -379,8 +380,8 @@ class Run:
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
-        for check in self._given:
-            check()
+        for given in self._given:
+            given.check()
         interrupts.check()
         with self._handed_over():
             try:
@@ -394,7 +395,8 @@ class Run:
     @verb
     def _look(self) -> Exported:
         shown = self._engine.export(copy=False, digest=False)
-        self._given.add(shown.check)
+        if shown.looked_at is not None:
+            self._given.add(shown.looked_at)
         return shown
 
     def _preempted(self) -> Preempted:

@@ -317,13 +317,17 @@ class Sharing(Protocol):
         """The state in this process: a worker's lies in the arena from here on; None: in the caller's."""
         ...
 
-    def move(self, layout: Any, places: Places) -> None:
-        """Move storages of this process's weights, by their number, to an offset into a memory."""
+    def move(self, layout: Any, places: Places, *, stay: bool = False) -> None:
+        """Move storages of this process's weights, by their number, to an offset into a memory.
 
-    def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int]) -> Any:
+        ``stay``: the same bytes are there already, so those whose memory somebody else has, too, may stay.
+        """
+
+    def look(self, layout: Any, arena: mmap.mmap, resting: Sequence[int], looks: dict[Any, Any]) -> Any:
         """What lies in the arena as ``Exported``, without a digest; shares memory where arrays are written.
 
-        ``resting``: storages that the caller's state has as they are.
+        ``resting``: storages that the caller's state has as they are. ``looks``: for what is to be the same object the
+        next time; it goes with the arena.
         """
         ...
 

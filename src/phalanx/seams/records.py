@@ -139,14 +139,14 @@ class Exported:
         Its parameters by name.
     digest : str
         Of all of the state, if asked for.
-    check : callable
-        For a state that is only for looking: raises if somebody changed it.
+    looked_at : object or None
+        For a state that is only for looking: its ``check()`` raises if somebody changed it.
     """
 
     model: Callable[[], Any]
     params: dict[str, Any]
     digest: str
-    check: Callable[[], object] = object
+    looked_at: Any = None
 
 
 CODES = {

@@ -20,7 +20,7 @@ from phalanx.seams import Sharing
 from phalanx.shared.layout import WORD, Layout
 from phalanx.shared.memory import Memory, give_back
 
-GROUP = 64 << 20  # bytes that are copied before their old memory is given back
+GROUP = 256 << 20  # bytes that are copied before their old memory is given back
 
 
 class FrozenWeights:
@@ -67,9 +67,11 @@ class FrozenWeights:
                 self._thawed[number] = 0
         own = {number for number, thawed in enumerate(flags) if 0 < thawed <= step}
         if own != self._own:
-            moved = set(self._layout.frozen) if self._own is None else own ^ self._own
+            first, before = self._own is None, self._own or set[int]()
             self._own = own
-            self._sharing.move(self._layout, {number: self.place(number) for number in moved})
+            back = self._layout.frozen.keys() - own if first else before - own
+            self._sharing.move(self._layout, {number: self.place(number) for number in own - before})
+            self._sharing.move(self._layout, {number: self.place(number) for number in back}, stay=first)
 
     def thaw(self, step: int, gradient: Sequence[Any]) -> None:
         """Before the update of ``step``: copy weights that it writes for the first time to their place in the arena."""
@@ -91,18 +93,18 @@ class FrozenWeights:
             self._stretch(shared, self._layout.frozen[number], number)[:] = weights[number]
             weights[number], places[number] = None, self.place(number)
             if not pending or sum(self._layout.contents.storages[each] for each in places) >= GROUP:
-                self._sharing.move(self._layout, places)
+                self._sharing.move(self._layout, places, stay=True)
                 places.clear()
                 give_back()
 
     def renew(self, weights: Sequence[np.ndarray]) -> None:
-        """Drop writes to this process's frozen ``weights``, and moves of them: no worker computed with those."""
+        """Undo writes to this process's frozen ``weights``: no worker computed with those."""
         if self._layout.frozen:
             self._base.madvise(mmap.MADV_DONTNEED)
-        here = {number: self._stretch(self._base, at, number) for number, at in self._layout.frozen.items()}
-        away = [number for number, stretch in here.items() if weights[number].ctypes.data != stretch.ctypes.data]
-        if away:
-            self._sharing.move(self._layout, {number: self.place(number) for number in away})
+        for number, at in self._layout.frozen.items():
+            base = self._stretch(self._base, at, number)
+            if not np.array_equal(weights[number], base):  # what is elsewhere may be read-only
+                weights[number][:] = base
 
     def place(self, number: int) -> tuple[mmap.mmap, int]:
         """Where a storage lies in this process; each begins a page, or at a multiple of 64 bytes."""
@@ -354,6 +356,7 @@ class Mirror:
         self._layout = layout
         self._arena = arena
         self._sharing = sharing
+        self._looks: dict[Any, Any] = {}  # they show this arena, so they go with it
 
     def put(self, worker: int | None = None) -> dict[str, Any]:
         """Copy the state into the arena, or what a worker keeps of it; returns what describes the rest."""
@@ -393,7 +396,7 @@ class Mirror:
     def look(self) -> Any:
         """The state in the arena, exported, without a copy where the framework's arrays may be written."""
         resting = [number for number in self._layout.frozen if self._frozen.resting(number)]
-        return self._sharing.look(self._layout, self._arena, resting)
+        return self._sharing.look(self._layout, self._arena, resting, self._looks)
 
     def _piece(self, piece: int, offset: int) -> Any:
         return self._arrays.view(self._arena, offset, self._layout.contents.state[piece].spec)

@@ -59,7 +59,7 @@ class Sharing(seams.Sharing):
             return SharedState(self.state, layout)
         return WorkerState(self.state, self.updates, layout, arena, worker)
 
-    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
+    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int], looks: dict[Any, Any]) -> Exported:
         """All arrays are copies."""
         pairs = zip(layout.weights, layout.contents.gradients, strict=True)
         params = copied(self.state.params, [view(arena, *pair) for pair in pairs])

@@ -54,7 +54,7 @@ class Shown:
     @functools.cached_property
     def model(self) -> torch.nn.Module:
         """Its parameters, buffers and views of weights are views; all else is a copy as of the first look."""
-        self._check()
+        self.check()
         pairs = list(zip(self.trained.parameters(), self._params.values(), strict=True))
         storages = {old.untyped_storage()._cdata: new.untyped_storage() for old, new in pairs}
         plain = [pair for pair in pairs if type(pair[0]) is torch.nn.Parameter]  # others know how to be copied
@@ -76,13 +76,20 @@ class Shown:
             if (trained := parameter.requires_grad) != before:  # the run froze or thawed it
                 self._tensors[name].requires_grad_(trained)
                 self._before[name] = version, trained
-        return Exported(lambda: self.model, self._params, "", self._check)
+        return Exported(lambda: self.model, self._params, "", self)
 
     def _now(self) -> dict[str, tuple[int, bool]]:
         """Of each tensor: torch's counter of writes, and whether it is trained."""
         return {name: (tensor._version, tensor.requires_grad) for name, tensor in self._tensors.items()}
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Refuse what was written, frozen or thawed here.
+
+        Raises
+        ------
+        UsageError
+            It names the tensor, and what to do instead.
+        """
         for name, now in self._now().items():
             if now != self._before[name]:
                 what = "was written" if now[0] != self._before[name][0] else "was frozen or thawed"

@@ -11,6 +11,9 @@ import dataclasses
 import functools
 import gc
 import mmap
+import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from phalanx.definition.reachable import reachable
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient, blank, brought, spec_of, view
@@ -35,6 +39,11 @@ from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_
 
 DISPATCH = "__torch_dispatch__"
 NEGATIVE: Any = torch  # its name for a view of the negatives is private
+STARTS: Any = {  # the addresses of what has memory
+    np.ndarray: lambda array: array.ctypes.data,
+    torch.UntypedStorage: torch.UntypedStorage.data_ptr,
+    torch.Tensor: lambda tensor: _address(tensor),
+}
 STATES = 2  # arrays per parameter that optimizers from elsewhere are taken to keep: Adam's
 
 
@@ -53,7 +62,6 @@ class Sharing:
     moving_seconds = 0.2  # of making the arena and forking workers
     averaging: tuple[float, Weights | None] | None = None
     listen: Any = field(init=False)
-    looks: dict[tuple[int, ...], Shown] = field(default_factory=dict[tuple[int, ...], Shown], compare=False)
 
     def __post_init__(self) -> None:
         self.listen = self.collector.listen
@@ -92,20 +100,20 @@ class Sharing:
             return CopiedState(self, layout)
         return SharedState(self, layout) if worker is None else WorkerState(self, layout, arena, worker)
 
-    def move(self, layout: Layout, places: Places) -> None:
-        rebind(self.parameters, layout.contents.storage_of, places)
+    def move(self, layout: Layout, places: Places, *, stay: bool = False) -> None:
+        rebind(self.model, layout.contents.storage_of, places, stay=stay)
 
-    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int]) -> Exported:
+    def look(self, layout: Layout, arena: mmap.mmap, resting: Sequence[int], looks: dict[Any, Any]) -> Exported:
         """The model's weights and buffers are the arena's."""
-        if (known := tuple(resting)) not in self.looks:
+        if (known := tuple(resting)) not in looks:
             sizes = layout.contents.storages
             weights = [
                 mine if at in resting else placed(mine, home_at((arena, layout.weights[at]), sizes[at]))
                 for mine, at in zip(self.parameters, layout.contents.storage_of, strict=True)
             ]
             buffers = [view(arena, *pair) for pair in zip(layout.starts, layout.contents.buffers, strict=True)]
-            self.looks[known] = Shown(self.model, weights, buffers)
-        return self.looks[known].follow()
+            looks[known] = Shown(self.model, weights, buffers)
+        return looks[known].follow()
 
     def _contents(self, state: list[StatePiece], replicas: int) -> Contents:
         """No weight is frozen where a lone replica's forward, or a foreign optimizer, may write any."""
@@ -250,40 +258,84 @@ class WorkerState(SharedState):
         return self._updates.total_norm(self._norms if there is None else self._norms[list(there)])
 
 
-def rebind(parameters: Sequence[torch.Tensor], storages: Sequence[int], places: Places) -> None:
+def rebind(model: torch.nn.Module, storages: Sequence[int], places: Places, *, stay: bool) -> None:
     """Make every tensor of this process that lies in a parameter's storage lie in another memory instead.
 
-    Not only the parameters: a view of a weight that is kept as a plain attribute must go on seeing the weight.
+    Not only the parameters: a view of a weight that is kept as a plain attribute must go on seeing the weight. What is
+    no tensor cannot be moved, as an array. Memory is never freed under it.
 
     Parameters
     ----------
-    parameters : sequence of torch.Tensor
+    model : torch.nn.Module
     storages : sequence of int
         The number of each parameter's storage.
     places : dict
         The new memory, and the offset there, of some storages by their number.
+    stay : bool
+        The new memory has the same bytes. So what somebody else has, too, stays where it is.
+
+    Raises
+    ------
+    UsageError
+        The model has something else than tensors over memory that has to move.
     """
-    homes: dict[int, torch.UntypedStorage] = {}
-    for parameter, number in zip(parameters, storages, strict=True):
-        storage = parameter.untyped_storage()
-        if number in places and storage.nbytes() and storage.data_ptr() not in homes:
-            homes[storage.data_ptr()] = home_at(places[number], storage.nbytes())
+    parameters = list(model.parameters())
+    homes = {
+        _address(parameter): home_at(places[number], parameter.untyped_storage().nbytes())
+        for parameter, number in zip(parameters, storages, strict=True)
+        if number in places
+    }
+    homes.pop(0, None)
     if not homes:
         return
-    tensors = _tensors()
-    if not set(map(id, parameters)) <= set(map(id, tensors)):
+    if not stay and not set(map(id, parameters)) <= set(map(id, gc.get_objects())):
         # User code froze what it had made. Otherwise what a worker inherited stays frozen: to list it takes 60 ms.
         gc.unfreeze()
-        tensors = _tensors()
-    for tensor in tensors:
-        home = homes.get(_address(tensor))
-        if home is not None:
-            tensor.data = placed(tensor, home)
+    known = [*parameters, *(item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))]
+    tensors = {id(tensor): tensor for tensor in known if _address(tensor) in homes}
+    held = _held(tensors)
+    if held and not stay:
+        _check_views(model, tensors, held)
+    for tensor in tensors.values():
+        address = _address(tensor)
+        if address in held:
+            if stay:
+                continue
+            weakref.finalize(tensor, id, held[address])  # the memory stays as long as an array that was made of it
+        tensor.data = placed(tensor, homes[address])
 
 
-def _tensors() -> list[torch.Tensor]:
-    """All that this process knows of, but for frozen ones."""
-    return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+def _held(tensors: Mapping[int, Any]) -> dict[int, torch.UntypedStorage]:
+    """The storages of these tensors, by address, that somebody has of whom garbage collection does not know.
+
+    An array is such a one. It refers to the tensor that it was made of.
+    """
+    known = Counter(id(item) for item in gc.get_referents(*gc.get_objects()) if id(item) in tensors)
+    views = Counter(id(tensor._base) for tensor in tensors.values())
+    held, alone = dict[int, torch.UntypedStorage](), torch.empty(0)
+    for tensor in tensors.values():
+        beyond = tensor._use_count() - 1  # views in C++, and what DLPack made
+        others = sys.getrefcount(tensor) - known[id(tensor)] - bool(beyond) > sys.getrefcount(alone)
+        kept = sys.getrefcount(tensor.untyped_storage()) > sys.getrefcount(alone.untyped_storage())
+        if others or kept or beyond > views[id(tensor)]:
+            held[_address(tensor)] = tensor.untyped_storage()
+    return held
+
+
+def _check_views(model: torch.nn.Module, tensors: Mapping[int, Any], held: Mapping[int, torch.UntypedStorage]) -> None:
+    """Refuse what the model itself has in these storages, and is not among the tensors that move."""
+    for path, item in reachable({"model": model}):
+        # What functions of its class know may be there for others.
+        if type(item) in STARTS and id(item) not in tensors and ".__class__" not in path:
+            start = STARTS[type(item)](item)
+            for name, parameter in model.named_parameters():
+                storage = held.get(_address(parameter))
+                if storage is not None and 0 <= start - storage.data_ptr() < storage.nbytes():
+                    raise UsageError(
+                        f"{path} ({type(item).__name__}) lies in the memory of the weight {name!r}. Worker processes "
+                        "move that, and only tensors made of the weight itself move with it. Keep such a tensor there "
+                        "(weight.detach()) and make an array of it in forward, or keep a copy; or use engine='inline'"
+                    )
 
 
 def home_at(location: tuple[mmap.mmap, int], size: int) -> torch.UntypedStorage:
