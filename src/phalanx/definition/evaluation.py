@@ -11,17 +11,19 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from phalanx.definition import checks, generators
 from phalanx.definition.checks import answering
 from phalanx.definition.data import is_array, leaves, like, map_tree, open_data
+from phalanx.definition.plain import hashed
+from phalanx.definition.reachable import held_by
 from phalanx.errors import UsageError
-from phalanx.plan import Plan
+from phalanx.plan import Indices, Plan
 from phalanx.plan.fold import fold_values
 
 Home = Callable[[Any], Any]  # copies a leaf of an output into host memory
@@ -29,6 +31,7 @@ EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float()
 OWN = " (Evaluation takes its own, and collate_fn)"
 OBJECT = ("update", "compute", "reset")  # methods of a metric object that keeps a state
 DEFAULT_BATCH = 256
+WATCHED = (0, *(10**power for power in range(2, 16)))  # evaluations of which a chunk is measured again
 SEVERAL = "; several metrics are a dict of functions, as in Evaluation({'a': a, 'b': b}, data)"
 FUNCTIONS = {
     "forward_fn": "lambda model, batch: model(batch[0])",
@@ -247,6 +250,11 @@ class Metrics:
     ------
     UsageError
         A metric cannot be called, or two have one name.
+
+    Attributes
+    ----------
+    watched : bool
+        Whether a chunk is measured again, which reveals what code keeps from chunk to chunk.
     """
 
     def __init__(
@@ -266,18 +274,30 @@ class Metrics:
             )
         self.forward_fn, self.target_fn, self.collate_fn = forward_fn, target_fn, collate_fn
         self.targets = targets
+        self.watched = False
         self._single = single
         self._metrics = _named(metric_fn)
+
+    @property
+    def holders(self) -> dict[str, Any]:
+        """Its functions."""
+        return {"evaluation": (self.forward_fn, self.target_fn, self.collate_fn, self._metrics)}
 
     @functools.cached_property
     def generators(self) -> generators.Owned:
         """Random generators that its functions own."""
-        return generators.find({"evaluation": (self.forward_fn, self.target_fn, self.collate_fn, self._metrics)})
+        return generators.find(self.holders)
 
     @property
     def names(self) -> dict[str, bool]:
         """The metrics' names, and whether each is the whole name: objects may compute several values."""
         return {name: isinstance(metric, Mean) for name, metric in self._metrics.items()}
+
+    def with_outputs(self) -> Metrics:
+        """The same metrics, and the outputs after them."""
+        other = copy.copy(self)
+        other._metrics = {**self._metrics, "": Predictions()}
+        return other
 
     def see(self, output: Any, target: Any, home: Home) -> list[Any]:
         """What each metric sees of a chunk."""
@@ -301,6 +321,31 @@ class Metrics:
             several = isinstance(value, dict) and type(metric) is not Predictions  # whose outputs may be a dict
             values |= {f"{name}/{key}": each for key, each in value.items()} if several else {name: value}
         return values
+
+
+class Doubt(NamedTuple):
+    """A metric that came to something else when a chunk was measured again; among readings, after all others."""
+
+    metric: str
+    message: str
+    samples: Indices
+
+
+def differing(names: Collection[str], pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> list[str]:
+    """The metrics that differ in some pair of readings, bit by bit: all of them where outputs that follow differ."""
+    found = dict[str, None]()
+    for pair in pairs:
+        same = [_told(one) == _told(other) for one, other in zip(*pair, strict=False)]
+        outputs = all(same[len(names) :])
+        found |= {name: None for name, equal in zip(names, same, strict=False) if not (equal and outputs)}
+    return list(found)
+
+
+def _told(reading: Any) -> bytes:
+    if isinstance(reading, tuple):
+        return hashed(reading)
+    names = getattr(reading, "keys", None)  # a collection
+    return b"".join(_told(reading[name]) for name in names()) if callable(names) else hashed(held_by(reading))
 
 
 def _metric(value: Any) -> Any:

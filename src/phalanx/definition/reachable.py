@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import platform
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from phalanx.definition.plain import content
@@ -28,6 +29,7 @@ PYTHON = "python"
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
+Place = tuple[Any, Any]  # a container, and a copy of what it held
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
@@ -63,6 +65,51 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
         for path, (one, other) in changed.items()
         if one != other
     ]
+
+
+def holding(roots: Mapping[str, Any]) -> list[Place]:
+    """The places that ``roots`` lead to, each with what lies there: dicts, lists, attributes, variables of functions.
+
+    Arrays are no places: what is written into one is not noticed.
+    """
+    places: list[Any] = []
+    for _, value in reachable(roots):
+        with contextlib.suppress(AttributeError, TypeError):
+            places.append(None if isinstance(value, ModuleType) else object.__getattribute__(value, "__dict__"))
+        if isinstance(value, FunctionType):
+            places += [cell for cell in value.__closure__ or () if cell != CellType()]
+            places.append(value.__globals__ if installed(value.__module__) is None else None)
+        elif isinstance(value, (dict, list)) and type(value).__module__ in ("builtins", "collections"):
+            places.append(value)
+    return [(place, _content(place)) for place in places if isinstance(place, (dict, list, CellType))]
+
+
+def put_back(places: Sequence[Place]) -> list[Place]:
+    """Put back what lay in these places; returns those where something else lay, with that."""
+    changed = [(place, now, then) for place, then in places if not _same(now := _content(place), then)]
+    for place, _, then in changed:
+        if isinstance(place, CellType):
+            (place.cell_contents,) = then
+        elif isinstance(place, list):
+            place[:] = then
+        else:
+            for key in place.keys() - then.keys():
+                del place[key]
+            place.update(then)
+    return [(place, now) for place, now, _ in changed]
+
+
+def _content(place: Any) -> Any:
+    return (
+        [place.cell_contents] if isinstance(place, CellType) else dict(place) if isinstance(place, dict) else [*place]
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether the very same objects lie in both."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and _same(list(one.values()), [other[key] for key in one])
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _checksum(array: Any) -> Any:

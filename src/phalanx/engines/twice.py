@@ -8,6 +8,8 @@ In an audited step one replica is computed again by the worker after the one tha
 computes its first one twice. This reveals a processor that computes wrongly. Only checksums are exchanged. The first
 step of workers does the same. There the other worker has computed other samples before, which reveals what code keeps
 from its first call.
+
+Evaluations are watched likewise: of some, every worker measures its first chunk again.
 """
 
 from __future__ import annotations
@@ -16,20 +18,24 @@ import contextlib
 import itertools
 import re
 import zlib
-from collections import defaultdict
-from collections.abc import Container, Iterator, MutableSequence, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterator, MutableSequence, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from phalanx.definition import checks
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
+from phalanx.definition.evaluation import Doubt, Metrics, differing
 from phalanx.definition.fields import Definition
-from phalanx.definition.reachable import differences, values
-from phalanx.errors import CorruptionError, StateError, spell_samples
-from phalanx.plan import Audit, joined
+from phalanx.definition.reachable import Place, differences, holding, put_back, values
+from phalanx.errors import CorruptionError, PhalanxError, StateError, spell_samples
+from phalanx.plan import Audit, evaluation_key, joined
 from phalanx.seams import Arithmetic, Framework, Link
-from phalanx.seams.records import Captured, Computed, Todo, Watch, packed
-from phalanx.step import Proposal, compute, propose, todo
+from phalanx.seams.records import Captured, Computed, Measurement, Todo, Watch, Weights, packed
+from phalanx.step import Proposal, compute, measure, propose, todo
 from phalanx.surroundings.presence import CURRENT, outside
 
 Facts = dict[str, Any]
@@ -225,30 +231,82 @@ class Twice:
 
     def _differ(self, one: Todo, what: str, both: tuple[Facts, Facts]) -> None:
         """Report a replica with two outcomes in this process: what changed in user code, or that nothing did."""
-        changed = self._changed(one)
+        changed = self._changed(lambda: list(self._framework.gradients([one])))
         if self._alone and self._update not in self._checked and changed == [UNSEEN]:
             again = f"came to {what} when worker 0 computed it again, which is alone"
             raise self._corruption(one, again, (total(both[1]), total(both[0])), (0, 0))
         self._report(one, f"came to {what} when it was computed again from the same state", changed)
 
-    def _changed(self, one: Todo) -> list[str]:
-        """What user code holds, apart from the state, that changes when the replica is computed once more."""
-        roots: dict[str, Any] = dict(self._definition.holders)
-        before = values(roots)
+    def readings(
+        self, metrics: Metrics, shares: Sequence[Share], chunks: Sequence[int], weights: Weights | None,
+        tick: Callable[[], object], at_once: int = 1,
+    ) -> list[Any]:  # fmt: skip
+        """What metrics read of these chunks, in order; then doubts, if they are watched.
 
-        def tell(kind: str, name: str, value: Any) -> None:
-            if kind == "model":
-                roots[name] = value
-                before.update(values(roots))
+        ``tick`` is called before each. So many are measured ``at_once`` as there are devices.
+        """
 
+        def begin(chunk: int, share: Share | None = None, metrics: Metrics = metrics) -> Measurement:
+            tick()
+            key = evaluation_key(self._definition.seed, chunk)
+            return measure(self._framework, metrics, key, share or shares[chunk], weights)
+
+        kept = holding(self._held(metrics)) if metrics.watched else []
+        read, begun = list[Any](), deque[Measurement]()
+        for chunk in chunks:
+            begun.append(begin(chunk))
+            if len(begun) == at_once:
+                read.append(begun.popleft()())
+        read += [finish() for finish in begun]
+        return [*read, *self._doubts(metrics, shares, chunks[0], read[0], kept, begin)] if kept and read else read
+
+    def _doubts(
+        self, metrics: Metrics, shares: Sequence[Share], chunk: int, first: list[Any], kept: Sequence[Place],
+        begin: Callable[..., Measurement],
+    ) -> Iterator[Doubt]:  # fmt: skip
+        """Measure a chunk again, after others. That shows what code keeps from call to call, as a running mean.
+
+        It does not show a cache of the first call. So what code held before that is put back for a moment, and another
+        chunk comes first. It is one sample, many times: as unlike as can be, and of the size that compiled code knows.
+        """
+        own, looked = shares[chunk], metrics.with_outputs()
+        other = replace(own, samples=np.full_like(own.samples, shares[chunk - 1].samples[0]))
+
+        def look(share: Share) -> list[Any]:
+            with contextlib.suppress(PhalanxError):  # a metric may need several samples, or two classes
+                return begin(chunk, share, looked)()
+            return []
+
+        def doubts(pairs: Sequence[Any], when: str, change: Callable[[], object]) -> Iterator[Doubt]:
+            if names := differing(metrics.names, pairs):
+                changed, samples = _listed(self._changed(change, metrics)), spell_samples(own.samples)
+                for name in names:
+                    what = f"metric {name!r} of samples {samples} came to something else when they were measured {when}"
+                    yield Doubt(name, f"{what}; what changed in between: {changed}", own.samples)
+
+        after = look(other), look(own)
+        yield from doubts([(first, after[1])], "again, from the same weights, after others", lambda: look(own))
+        if now := put_back(kept):
+            try:
+                pairs = list(zip(after, (look(other), look(own)), strict=True))
+                yield from doubts(pairs, "after others, and not before them", lambda: put_back(now))
+            finally:
+                put_back(now)
+
+    def _held(self, metrics: Metrics | None) -> dict[str, Any]:
+        """User code that is called, and the model, by name."""
+        return {**self._definition.holders, **self._framework.held, **(metrics.holders if metrics else {})}
+
+    def _changed(self, change: Callable[[], object], metrics: Metrics | None = None) -> list[str]:
+        """What user code holds, apart from the state, that changes when something is computed once more."""
+        before = values(self._held(metrics))
         with contextlib.suppress(Exception):
-            list(self._framework.gradients([one], Watch(tell, parameters=True)))
-        paths = differences(before, values(roots))
+            change()
+        paths = differences(before, values(self._held(metrics)))
         return [HELD.sub(r".\1", path) for path in paths if not STATE.match(path)] or [UNSEEN]
 
     def _report(self, one: Todo, what: str, changed: Sequence[str]) -> None:
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        message = f"{self._named(one)}, {what}; what changed in between: {', '.join(changed[:SHOWN])}{more}. {WAYS}"
+        message = f"{self._named(one)}, {what}; what changed in between: {_listed(changed)}. {WAYS}"
         if not self._allow:
             raise StateError(message, step=CURRENT.step, replica=one.replica, samples=one.share.samples)
         checks.warn(message)
@@ -264,6 +322,11 @@ class Twice:
         name = self._definition.rounds.names[one.phase]
         moment = f"step {CURRENT.step}, phase {name!r}" if name else f"step {CURRENT.step}"
         return f"replica {one.replica} of {moment}, samples {spell_samples(one.share.samples)}"
+
+
+def _listed(changed: Sequence[str]) -> str:
+    more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+    return f"{', '.join(changed[:SHOWN])}{more}"
 
 
 def noted(arithmetic: Arithmetic, computed: Computed) -> Facts:

@@ -10,19 +10,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.checks import warn
 from phalanx.definition.data import spelled
-from phalanx.definition.evaluation import Evaluation, Metrics, Predictions, check_metric, meant
+from phalanx.definition.evaluation import WATCHED, Doubt, Evaluation, Metrics, Predictions, check_metric, meant
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Supply
-from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
+from phalanx.errors import PhalanxError, RunError, StateError, UsageError, WorkerError
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
 from phalanx.surroundings import interrupts
+
+KEEPS = (
+    "Code of yours keeps something from call to call, which differs from worker to worker. Measure all samples at "
+    "once, by phalanx.whole(function), or by an object with update, compute, reset and merge_state, as torchmetrics "
+    "has them; what a model needs in evaluations, let training write into a buffer"
+)
 
 
 class Again(NamedTuple):
@@ -72,6 +79,9 @@ class Loop:
         self._engine = engine
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting, self._names = waiting, dict[str, bool]()
+        self._decisive = [metric for _, metric in waiting]
+        self._counts = Counter[Any]()  # of each evaluation
+        self._doubted = set[str]()
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._heard = 0  # incidents that the observers have heard of
@@ -305,7 +315,7 @@ class Loop:
     def evaluate(self, due: Evaluation) -> dict[str, float]:
         """Evaluate the current state, or averaged weights if there are; record values by their full names."""
         metrics = due.metrics(single=self._definition.batch_size is None)
-        values = self._measured(metrics, due.data, due.batch_size)
+        values = self._measured(metrics, due.data, due.batch_size, due=due)
         named = {due.full(metric): value for metric, value in values.items()}
         self._engine.run_state.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
         return named
@@ -347,17 +357,44 @@ class Loop:
             for observer in self._succeed():
                 endings.callback(observer.end)
 
-    def _measured(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> dict[str, Any]:
+    def _measured(
+        self,
+        metrics: Metrics,
+        data: Any,
+        batch_size: int,
+        weights: Weights | None = None,
+        due: Evaluation | None = None,
+    ) -> dict[str, Any]:
         """The values of metrics over all of ``data``."""
         self.check_able()
+        planned = any(due is each for each in self._evaluations)
+        key = id(due) if planned else tuple(metrics.names)
+        metrics.watched = self._engine.run_state.allow is not None and self._counts[key] in WATCHED
         readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
+        doubts = [each for each in readings if isinstance(each, Doubt)]
         try:
-            return metrics.fold(readings)
+            values = metrics.fold([each for each in readings if not isinstance(each, Doubt)])
         except PhalanxError:
             raise
         except Exception as error:
             message = f"{type(error).__name__} in user code while evaluating all samples: {spelled(error)}"
             raise WorkerError(message) from error
+        full = {name: due.full(name) if due else name for name in values}
+        decisive = {meant(metric, full.values()) for metric in self._decisive if planned}
+        for doubt in doubts:
+            its = {each for name, each in full.items() if f"{name}/".startswith(f"{doubt.metric}/")}
+            self._doubt(doubt, decides=bool(its & decisive))
+        self._counts[key] += 1  # one that ended by an error is watched again
+        return values
+
+    def _doubt(self, doubt: Doubt, *, decides: bool) -> None:
+        """End the run if the metric decides something; else warn, once."""
+        if decides and not self._engine.run_state.allow:
+            message = f"{doubt.message}, and the run goes by it. {KEEPS}; nondeterministic='allow' makes this a warning"
+            raise StateError(message, step=self.steps - 1, samples=doubt.samples)
+        if doubt.metric not in self._doubted:
+            self._doubted.add(doubt.metric)
+            warn(f"{doubt.message}. {KEEPS}")
 
     def _horizon(self) -> int:
         """How many steps may be done before somebody looks at the state."""

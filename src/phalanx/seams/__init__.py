@@ -138,6 +138,11 @@ class Framework(Protocol):
     following: Callable[[], Sequence[Todo]] | None
 
     @property
+    def held(self) -> Mapping[str, Any]:
+        """What may keep something from call to call beside the recipe's functions: the model, if it is an object."""
+        ...
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         ...

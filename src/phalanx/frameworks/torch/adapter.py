@@ -86,6 +86,10 @@ class Torch:
         self.sharing: seams.Sharing = Sharing(*facts, self._of_workers, portable=movable and not self._updates.foreign)
 
     @property
+    def held(self) -> dict[str, Any]:
+        return {"model": self._lane.model}
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next step, of the first parameter group."""
         return self._updates.lr
