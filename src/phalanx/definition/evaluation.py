@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 
 from phalanx.definition import checks, generators
 from phalanx.definition.checks import answering
-from phalanx.definition.data import is_array, leaves, like, map_tree, open_data
+from phalanx.definition.data import is_array, like, map_tree, open_data
 from phalanx.definition.plain import hashed
 from phalanx.definition.reachable import held_by
 from phalanx.errors import UsageError
@@ -31,6 +32,7 @@ EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float()
 OWN = " (Evaluation takes its own, and collate_fn)"
 OBJECT = ("update", "compute", "reset")  # methods of a metric object that keeps a state
 DEFAULT_BATCH = 256
+SHOWN = 3  # outputs that a message shows
 WATCHED = (0, *(10**power for power in range(2, 16)))  # evaluations of which a chunk is measured again
 SEVERAL = "; several metrics are a dict of functions, as in Evaluation({'a': a, 'b': b}, data)"
 FUNCTIONS = {
@@ -43,37 +45,80 @@ FUNCTIONS = {
 def joined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> Any:
     """Join the outputs of all chunks into those of one batch: a tree of the same types, with a row for each sample.
 
-    Entries of a mapping without a row for each sample (a loss, a cache) are left out; of a named tuple they are None.
+    A list with an item for each sample is joined item by item, and so is a tuple that can be nothing else. Entries of a
+    mapping without a row for each sample (a loss, a cache) are left out; of a named tuple they are None.
 
     Raises
     ------
     UsageError
-        An output has no row for each sample.
+        An output has no row for each sample, or may be read in two ways.
     """
-    first = outputs[0]
-    if isinstance(first, Mapping):
-        rows = {
-            key: [output[key] for output in outputs]
-            for key, value in first.items()
-            if _has_rows(value, samples[0]) and (samples[0] > 1 or key != "loss")
-        }
-        return like(first, {key: joined(column, samples, f"{name}[{key!r}]") for key, column in rows.items()})
-    if named := getattr(first, "_asdict", None):
+    first, lengths = outputs[0], [len(output) if isinstance(output, (tuple, list)) else -1 for output in outputs]
+    if all(isinstance(output, Mapping) for output in outputs):
+        columns = {key: [output.get(key) for output in outputs] for key in first if max(samples) > 1 or key != "loss"}
+        rows = {key: column for key, column in columns.items() if _have_rows(column, samples)}
+        if rows or not first:
+            return like(first, {key: joined(column, samples, f"{name}[{key!r}]") for key, column in rows.items()})
+    elif hasattr(first, "_asdict") and not hasattr(first, "batch_sizes"):  # as packed sequences have, for sorted rows
         rows = joined([output._asdict() for output in outputs], samples, name)
-        return type(first)(**(dict.fromkeys(named()) | rows))
-    if isinstance(first, (tuple, list)):
-        columns = zip(*outputs, strict=True)
-        return type(first)([joined(column, samples, f"{name}[{number}]") for number, column in enumerate(columns)])
-    if not is_array(first) or not _has_rows(first, samples[0]):
-        raise UsageError(
-            f"{name} is {checks.described(first)} for {samples[0]} samples, which has no row for each; pass "
-            "forward_fn=lambda model, batch: ... that returns one"
+        return type(first)(**(dict.fromkeys(first._fields) | rows))
+    elif -1 not in lengths and not hasattr(first, "_asdict"):
+        columns = list(zip(*outputs, strict=False)) if len(set(lengths)) == 1 else None
+        several = columns is not None and all(_have_rows(column, samples) for column in columns)
+        if lengths == list(samples) and not (several and isinstance(first, tuple)):
+            if several and len(outputs) > 1 and is_array(first[0]):
+                raise UsageError(
+                    f"{name} is a list of {len(first)} for chunks of {len(first)} samples, and each item has a row for "
+                    "each sample: it may be an item for each sample, or several outputs; return several as a tuple or "
+                    "dict, or take another batch_size"
+                )
+            return type(first)(itertools.chain(*outputs))
+        if columns is not None:
+            return type(first)([joined(column, samples, f"{name}[{at}]") for at, column in enumerate(columns)])
+    elif (
+        all(map(is_array, outputs))
+        and all(map(_has_rows, outputs, samples))
+        and len({tuple(output.shape[1:]) for output in outputs}) == 1
+    ):
+        return concatenated(outputs)
+    raise UsageError(_unjoined(outputs, samples, name))
+
+
+def _unjoined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> str:
+    """Why outputs cannot be joined, and a way out."""
+    function = "target_fn=lambda batch" if name.startswith("target") else "forward_fn=lambda model, batch"
+    shown = dict.fromkeys(
+        f"{checks.outline(output) if hasattr(output, '__len__') else checks.described(output)} for {count} samples"
+        for output, count in zip(outputs, samples, strict=True)
+    )
+    what = f"{name} is {', '.join([*shown][:SHOWN])}"
+    if all(map(_has_rows, outputs, samples)):
+        return (
+            f"{what}: chunks of unlike kinds or shapes; pad all to one, or keep them apart as a list with an item for each "
+            f"sample: {function}: list(...)"
         )
-    return concatenated(outputs)
+    if _have_rows(outputs, samples) and min(samples) == 1:
+        return f"{what}: squeeze() removes the axis of samples where there is one; name the axis, as in squeeze(1)"
+    return (
+        f"{what}, which has no row for each; pass {function}: ... that returns one, or a list with an item for each "
+        "(of a PackedSequence: unpack_sequence)"
+    )
+
+
+def _have_rows(column: Sequence[Any], samples: Sequence[int]) -> bool:
+    """Whether a value has a row for each sample in all chunks; those of one sample count only if there are no others.
+
+    Chunks tell it together: one may have as many samples as the value happens to have of something else.
+    """
+    counted = [pair for pair in zip(column, samples, strict=True) if pair[1] > 1 or max(samples) == 1]
+    return all(_has_rows(*pair) for pair in counted)
 
 
 def _has_rows(value: Any, samples: int) -> bool:
-    return all(is_array(leaf) and tuple(leaf.shape[:1]) == (samples,) for _, leaf in leaves(value, "", lists=True))
+    if isinstance(value, (Mapping, tuple, list)):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return (type(value) is list and len(value) == samples) or all(_has_rows(part, samples) for part in parts)
+    return is_array(value) and tuple(value.shape[:1]) == (samples,)
 
 
 def concatenated(arrays: Sequence[Any]) -> Any:

@@ -116,6 +116,10 @@ class Inline:
         with self.environment:
             return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
 
+    def eval_point(self) -> Weights | None:
+        with self.environment:
+            return self._framework.eval_point()
+
     def schedule(self, value: float | Training, epoch: int) -> None:
         self.check_able()
         with self.environment:

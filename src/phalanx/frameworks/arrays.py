@@ -195,6 +195,9 @@ class ArrayFramework:
         with interrupts.held(), interrupts.user_code():
             return functools.partial(metrics.read, self.see(metrics, key, share, weights), len(share.samples))
 
+    def eval_point(self) -> None:
+        """No optimizer has two modes."""
+
     def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
         """2-norm of ``gradient`` over all parameters, and losses."""
         return lambda: [self.arithmetic.norm(gradient), *self.arithmetic.read(list(losses))]

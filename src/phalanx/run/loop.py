@@ -329,8 +329,11 @@ class Loop:
         return self._measured(metrics, data, batch_size, weights)["outputs"]
 
     def left(self) -> dict[str, Any]:
-        """What observers add to a result, by name."""
-        return {name: value for observer in reversed(self._observers) for name, value in observer.left().items()}
+        """What observers add to a result, by name; without an average, that of optimizers which have two modes."""
+        left = {name: value for observer in reversed(self._observers) for name, value in observer.left().items()}
+        if "averaged" not in left and (point := self._engine.eval_point()) is not None:
+            left["averaged"] = point
+        return left
 
     def end(self) -> None:
         """End the observers, from the last to the first, then the engine. If one raises, the others still end.

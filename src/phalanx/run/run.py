@@ -290,8 +290,9 @@ class Run:
 
         Returns
         -------
-        array or tensor, or dict or tuple of them
-            A row for each sample, in their order, on the CPU; an output without rows is a UsageError.
+        array or tensor, or dict, tuple or list of them
+            A row for each sample, in their order, on the CPU, or an item for each where the output is such a list; an
+            output without either is a UsageError.
         """
         self._check_open()
         check_samples(data, batch_size)

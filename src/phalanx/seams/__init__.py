@@ -185,6 +185,10 @@ class Framework(Protocol):
         """
         ...
 
+    def eval_point(self) -> Weights | None:
+        """Where an optimizer with two modes wants a model evaluated, in memory of its own; None if none has two."""
+        ...
+
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """The state after ``steps`` steps; ``copy`` makes it independent of the run."""
         ...
@@ -381,6 +385,10 @@ class Engine(Protocol):
 
     def peek(self) -> dict[str, Any] | None:
         """What the first replica of the next step computes, without doing the step; None if that cannot be told."""
+        ...
+
+    def eval_point(self) -> Weights | None:
+        """That of the framework, as of the last finished step."""
         ...
 
     def capture(self) -> Captured:

@@ -18,7 +18,7 @@ from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import StaticShapes, check_static, compiled, surrounded
 from phalanx.frameworks.torch.model import checked
-from phalanx.frameworks.torch.optimizer import retrain, updates_of
+from phalanx.frameworks.torch.optimizer import eval_point, retrain, updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean
@@ -88,6 +88,9 @@ class Torch:
     @property
     def held(self) -> dict[str, Any]:
         return {"model": self._lane.model}
+
+    def eval_point(self) -> Weights | None:
+        return eval_point(self._updates)
 
     @property
     def lr(self) -> float:

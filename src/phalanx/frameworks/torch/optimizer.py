@@ -5,6 +5,7 @@ Each phase of a step has optimizers of its own, over some of the parameters.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -246,6 +247,26 @@ def retrain(updates: Updates, change: Training) -> None:
         vars(schedule).pop("options_checksum", None)
 
 
+def eval_point(updates: Updates) -> dict[str, torch.Tensor] | None:
+    """The parameters where optimizers with two modes, as schedule-free ones, want a model evaluated; None without any.
+
+    It is computed on a copy: ``train()`` is not the inverse of ``eval()`` in bits.
+    """
+    if not any(map(_has_modes, updates.optimizers)):
+        return None
+    named = copy.deepcopy(updates.named, memo := dict[int, Any]())
+    for optimizer in filter(_has_modes, updates.optimizers):
+        other = memo[id(optimizer)] = object.__new__(type(optimizer))
+        # Optimizers copy themselves without their own attributes. A schedule wraps step.
+        vars(other).update(copy.deepcopy({name: own for name, own in vars(optimizer).items() if name != "step"}, memo))
+        other.eval()
+    return {name: parameter.detach() for name, parameter in named}
+
+
+def _has_modes(optimizer: Any) -> bool:
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
 def updates_of(definition: Definition, named: Named, model: torch.nn.Module) -> Updates:
     """The optimizers of a recipe, over all parameters."""
     return Phased(definition, named, model) if definition.phases else Update(definition, named, model)
@@ -359,6 +380,8 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
         raise UsageError(f"optimizer returned an empty {type(returned).__name__}; as in {EXAMPLE}")
     for optimizer in optimizers:
         _check_kind(optimizer)
+        if _has_modes(optimizer):
+            optimizer.train()
         for group in optimizer.param_groups:
             if not math.isfinite(group.get("lr", 0.0)):
                 raise UsageError(
