@@ -12,9 +12,9 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from phalanx.definition.data import is_array, like, map_tree, open_data
 from phalanx.definition.plain import hashed
 from phalanx.definition.reachable import held_by
 from phalanx.errors import UsageError
-from phalanx.plan import Indices, Plan
+from phalanx.plan import Plan
 from phalanx.plan.fold import fold_values
 
 Home = Callable[[Any], Any]  # copies a leaf of an output into host memory
@@ -32,8 +32,17 @@ EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float()
 OWN = " (Evaluation takes its own, and collate_fn)"
 OBJECT = ("update", "compute", "reset")  # methods of a metric object that keeps a state
 DEFAULT_BATCH = 256
-SHOWN = 3  # outputs that a message shows
 WATCHED = (0, *(10**power for power in range(2, 16)))  # evaluations of which a chunk is measured again
+SHOWN = 3  # outputs that a message shows
+JOINED = (
+    "{} is {} samples, which {}; pass {}: ... that returns one, or a list with an item for each, as list(output) is, "
+    "or unpack_sequence(output) of a PackedSequence. Rows are of one shape in all chunks: pad to one length, and name "
+    "the axis of squeeze(), which removes that of a lone sample, too"
+)
+TWO_WAYS = (
+    "{} is a list of {} for chunks of as many samples, and each item has a row for each: it may be an item for each "
+    "sample, or several outputs; return several as a tuple or dict, or take another batch_size"
+)
 SEVERAL = "; several metrics are a dict of functions, as in Evaluation({'a': a, 'b': b}, data)"
 FUNCTIONS = {
     "forward_fn": "lambda model, batch: model(batch[0])",
@@ -45,63 +54,41 @@ FUNCTIONS = {
 def joined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> Any:
     """Join the outputs of all chunks into those of one batch: a tree of the same types, with a row for each sample.
 
-    A list with an item for each sample is joined item by item, and so is a tuple that can be nothing else. Entries of a
-    mapping without a row for each sample (a loss, a cache) are left out; of a named tuple they are None.
+    Lists with an item for each sample are joined item by item. Entries of a mapping without a row for each sample (a
+    loss, a cache) are left out; of a named tuple they are None.
 
     Raises
     ------
     UsageError
         An output has no row for each sample, or may be read in two ways.
     """
-    first, lengths = outputs[0], [len(output) if isinstance(output, (tuple, list)) else -1 for output in outputs]
+    first, rows = outputs[0], all(map(_has_rows, outputs, samples))
+    sizes = {len(output) if isinstance(output, (tuple, list)) else -1 for output in outputs}
     if all(isinstance(output, Mapping) for output in outputs):
         columns = {key: [output.get(key) for output in outputs] for key in first if max(samples) > 1 or key != "loss"}
-        rows = {key: column for key, column in columns.items() if _have_rows(column, samples)}
-        if rows or not first:
-            return like(first, {key: joined(column, samples, f"{name}[{key!r}]") for key, column in rows.items()})
-    elif hasattr(first, "_asdict") and not hasattr(first, "batch_sizes"):  # as packed sequences have, for sorted rows
-        rows = joined([output._asdict() for output in outputs], samples, name)
-        return type(first)(**(dict.fromkeys(first._fields) | rows))
-    elif -1 not in lengths and not hasattr(first, "_asdict"):
-        columns = list(zip(*outputs, strict=False)) if len(set(lengths)) == 1 else None
-        several = columns is not None and all(_have_rows(column, samples) for column in columns)
-        if lengths == list(samples) and not (several and isinstance(first, tuple)):
-            if several and len(outputs) > 1 and is_array(first[0]):
-                raise UsageError(
-                    f"{name} is a list of {len(first)} for chunks of {len(first)} samples, and each item has a row for "
-                    "each sample: it may be an item for each sample, or several outputs; return several as a tuple or "
-                    "dict, or take another batch_size"
-                )
-            return type(first)(itertools.chain(*outputs))
-        if columns is not None:
-            return type(first)([joined(column, samples, f"{name}[{at}]") for at, column in enumerate(columns)])
-    elif (
-        all(map(is_array, outputs))
-        and all(map(_has_rows, outputs, samples))
-        and len({tuple(output.shape[1:]) for output in outputs}) == 1
-    ):
+        kept = {key: column for key, column in columns.items() if _have_rows(column, samples)}
+        if kept or not first:
+            return like(first, {key: joined(column, samples, f"{name}[{key!r}]") for key, column in kept.items()})
+    elif named := getattr(first, "_asdict", None):
+        if not hasattr(first, "batch_sizes"):  # a packed sequence: those are rows, and it has others
+            fields = joined([output._asdict() for output in outputs], samples, name)
+            return type(first)(**(dict.fromkeys(named()) | fields))
+    elif all(map(_is_each, outputs, samples)):
+        columns = zip(*outputs, strict=False)
+        if len(sizes) == 1 < len(outputs) and is_array(first[0]) and all(_have_rows(each, samples) for each in columns):
+            raise UsageError(TWO_WAYS.format(name, len(first)))
+        return list(itertools.chain(*outputs))
+    elif len(sizes) == 1 and -1 not in sizes:
+        columns = enumerate(zip(*outputs, strict=True))
+        return type(first)([joined(column, samples, f"{name}[{at}]") for at, column in columns])
+    elif rows and len({getattr(output, "shape", "list")[1:] for output in outputs}) == 1:
         return concatenated(outputs)
-    raise UsageError(_unjoined(outputs, samples, name))
-
-
-def _unjoined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> str:
-    """Why outputs cannot be joined, and a way out."""
-    function = "target_fn=lambda batch" if name.startswith("target") else "forward_fn=lambda model, batch"
     shown = dict.fromkeys(
-        f"{checks.outline(output) if hasattr(output, '__len__') else checks.described(output)} for {count} samples"
-        for output, count in zip(outputs, samples, strict=True)
+        f"{checks.outline(output)} for {count}" for output, count in zip(outputs, samples, strict=True)
     )
-    what = f"{name} is {', '.join([*shown][:SHOWN])}"
-    if all(map(_has_rows, outputs, samples)):
-        return (
-            f"{what}: chunks of unlike kinds or shapes; pad all to one, or keep them apart as a list with an item for each "
-            f"sample: {function}: list(...)"
-        )
-    if _have_rows(outputs, samples) and min(samples) == 1:
-        return f"{what}: squeeze() removes the axis of samples where there is one; name the axis, as in squeeze(1)"
-    return (
-        f"{what}, which has no row for each; pass {function}: ... that returns one, or a list with an item for each "
-        "(of a PackedSequence: unpack_sequence)"
+    function = "target_fn=lambda batch" if name.startswith("target") else "forward_fn=lambda model, batch"
+    raise UsageError(
+        JOINED.format(name, ", ".join([*shown][:SHOWN]), "has unlike rows" if rows else "has no row for each", function)
     )
 
 
@@ -117,8 +104,13 @@ def _have_rows(column: Sequence[Any], samples: Sequence[int]) -> bool:
 def _has_rows(value: Any, samples: int) -> bool:
     if isinstance(value, (Mapping, tuple, list)):
         parts = value.values() if isinstance(value, Mapping) else value
-        return (type(value) is list and len(value) == samples) or all(_has_rows(part, samples) for part in parts)
+        return _is_each(value, samples) or all(_has_rows(part, samples) for part in parts)
     return is_array(value) and tuple(value.shape[:1]) == (samples,)
+
+
+def _is_each(value: Any, samples: int) -> bool:
+    """Whether it is a list with an item for each sample."""
+    return type(value) is list and len(value) == samples
 
 
 def concatenated(arrays: Sequence[Any]) -> Any:
@@ -300,6 +292,8 @@ class Metrics:
     ----------
     watched : bool
         Whether a chunk is measured again, which reveals what code keeps from chunk to chunk.
+    decisive : list of str
+        The metrics by which the run goes, between slashes.
     """
 
     def __init__(
@@ -319,7 +313,7 @@ class Metrics:
             )
         self.forward_fn, self.target_fn, self.collate_fn = forward_fn, target_fn, collate_fn
         self.targets = targets
-        self.watched = False
+        self.watched, self.decisive = False, list[str]()
         self._single = single
         self._metrics = _named(metric_fn)
 
@@ -368,29 +362,18 @@ class Metrics:
         return values
 
 
-class Doubt(NamedTuple):
-    """A metric that came to something else when a chunk was measured again; among readings, after all others."""
-
-    metric: str
-    message: str
-    samples: Indices
-
-
-def differing(names: Collection[str], pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> list[str]:
+def differing(names: Iterable[str], pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> set[str]:
     """The metrics that differ in some pair of readings, bit by bit: all of them where outputs that follow differ."""
-    found = dict[str, None]()
+    found = set[str]()
     for pair in pairs:
-        same = [_told(one) == _told(other) for one, other in zip(*pair, strict=False)]
-        outputs = all(same[len(names) :])
-        found |= {name: None for name, equal in zip(names, same, strict=False) if not (equal and outputs)}
-    return list(found)
+        unlike = [name for name, *both in zip([*names, ""], *pair, strict=False) if len(set(map(_told, both))) > 1]
+        found.update(names if "" in unlike else unlike)
+    return found
 
 
 def _told(reading: Any) -> bytes:
-    if isinstance(reading, tuple):
-        return hashed(reading)
-    names = getattr(reading, "keys", None)  # a collection
-    return b"".join(_told(reading[name]) for name in names()) if callable(names) else hashed(held_by(reading))
+    """Bytes that stand for a reading: of a metric object, for its state."""
+    return hashed(reading if isinstance(reading, tuple) else held_by(reading))
 
 
 def _metric(value: Any) -> Any:

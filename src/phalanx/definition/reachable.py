@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 import os
 import platform
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from phalanx.definition.plain import content
@@ -29,7 +28,7 @@ PYTHON = "python"
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
-Place = tuple[Any, Any]  # a container, and a copy of what it held
+Place = tuple[dict[Any, Any], dict[Any, Any]]  # a dict, and what it held
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
@@ -68,48 +67,22 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 
 def holding(roots: Mapping[str, Any]) -> list[Place]:
-    """The places that ``roots`` lead to, each with what lies there: dicts, lists, attributes, variables of functions.
-
-    Arrays are no places: what is written into one is not noticed.
-    """
-    places: list[Any] = []
-    for _, value in reachable(roots):
-        with contextlib.suppress(AttributeError, TypeError):
-            places.append(None if isinstance(value, ModuleType) else object.__getattribute__(value, "__dict__"))
-        if isinstance(value, FunctionType):
-            places += [cell for cell in value.__closure__ or () if cell != CellType()]
-            places.append(value.__globals__ if installed(value.__module__) is None else None)
-        elif isinstance(value, (dict, list)) and type(value).__module__ in ("builtins", "collections"):
-            places.append(value)
-    return [(place, _content(place)) for place in places if isinstance(place, (dict, list, CellType))]
+    """The dicts that ``roots`` lead to, also those of attributes, each with a copy of what it holds."""
+    found = [value for _, value in reachable(roots) if not isinstance(value, ModuleType)]
+    return [(place, dict(place)) for value in found for place in (value, _own(value)) if type(place) is dict]
 
 
-def put_back(places: Sequence[Place]) -> list[Place]:
-    """Put back what lay in these places; returns those where something else lay, with that."""
-    changed = [(place, now, then) for place, then in places if not _same(now := _content(place), then)]
-    for place, _, then in changed:
-        if isinstance(place, CellType):
-            (place.cell_contents,) = then
-        elif isinstance(place, list):
-            place[:] = then
-        else:
-            for key in place.keys() - then.keys():
+def put_back(places: Iterable[Place]) -> list[str]:
+    """Put back what these dicts held; returns what was not as it had been, by its names there."""
+    names: list[str] = []
+    for place, then in places:
+        for key in [key for key in {**place, **then} if place.get(key, place) is not then.get(key, place)]:
+            names.append(str(key))
+            if key in then:
+                place[key] = then[key]
+            else:
                 del place[key]
-            place.update(then)
-    return [(place, now) for place, now, _ in changed]
-
-
-def _content(place: Any) -> Any:
-    return (
-        [place.cell_contents] if isinstance(place, CellType) else dict(place) if isinstance(place, dict) else [*place]
-    )
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether the very same objects lie in both."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and _same(list(one.values()), [other[key] for key in one])
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+    return names
 
 
 def _checksum(array: Any) -> Any:
@@ -130,9 +103,13 @@ def held_by(value: Any) -> dict[str, Any]:
             if inspect.ismemberdescriptor(slot):
                 with contextlib.suppress(AttributeError):  # not assigned yet
                     held.setdefault(name, slot.__get__(value))
+    return held | _own(value)
+
+
+def _own(value: Any) -> Any:
     with contextlib.suppress(AttributeError, TypeError):
-        held |= object.__getattribute__(value, "__dict__")
-    return held
+        return object.__getattribute__(value, "__dict__")
+    return {}
 
 
 def function_of(value: Any) -> Any:

@@ -28,7 +28,7 @@ import numpy as np
 from phalanx.definition import checks
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation import Doubt, Metrics, differing
+from phalanx.definition.evaluation import Metrics, differing
 from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import Place, differences, holding, put_back, values
 from phalanx.errors import CorruptionError, PhalanxError, StateError, spell_samples
@@ -46,10 +46,16 @@ SHOWN = 6  # changes that a message names
 HELD = re.compile(r"\._(?:modules|buffers|parameters)\['(.*?)'\]")
 STATE = re.compile(r"model\b.*\._(?:buffers|parameters)\[")
 UNSEEN = "nothing in sight (an operation that does not come to the same twice, a generator, a clock, faulty memory)"
+ALLOW = "nondeterministic='allow' makes this a warning"
 WAYS = (
     "What code keeps from call to call differs from worker to worker, and is lost with one: keep it in a buffer of the "
     "model (for a loss, too: put its module into the model, and let forward_fn return the loss), or make it a function "
-    "of the step: phalanx.current_step(). nondeterministic='allow' makes this a warning"
+    f"of the step: phalanx.current_step(). {ALLOW}"
+)
+KEEPS = (
+    "What code keeps from call to call differs from worker to worker. Measure all samples at once, by phalanx.whole, "
+    "or by an object with update, compute, reset and merge_state, as torchmetrics has them; what a model needs in "
+    "evaluations, let training write into a buffer"
 )
 WRONG = (
     "nothing was updated. A processor or memory computes wrongly, or the model does not come to the same twice, as "
@@ -116,6 +122,7 @@ class Twice:
         self._blocks, self._worker = blocks or [range(definition.replicas)], worker
         self._sums = [0.0] if sums is None else sums
         self._began = began if allow is False and len(self._blocks) > 1 else None
+        self._lenient, self._doubted = allow, set[str]()
         self._after = definition.rounds.updates
         self._checked: set[int] = set()  # updates in which every worker computes its first replica twice
         self.due: Container[int] = self._checked if audit is None else ALL
@@ -231,7 +238,7 @@ class Twice:
 
     def _differ(self, one: Todo, what: str, both: tuple[Facts, Facts]) -> None:
         """Report a replica with two outcomes in this process: what changed in user code, or that nothing did."""
-        changed = self._changed(lambda: list(self._framework.gradients([one])))
+        changed = self._changed(one)
         if self._alone and self._update not in self._checked and changed == [UNSEEN]:
             again = f"came to {what} when worker 0 computed it again, which is alone"
             raise self._corruption(one, again, (total(both[1]), total(both[0])), (0, 0))
@@ -241,7 +248,7 @@ class Twice:
         self, metrics: Metrics, shares: Sequence[Share], chunks: Sequence[int], weights: Weights | None,
         tick: Callable[[], object], at_once: int = 1,
     ) -> list[Any]:  # fmt: skip
-        """What metrics read of these chunks, in order; then doubts, if they are watched.
+        """What metrics read of these chunks, in order.
 
         ``tick`` is called before each. So many are measured ``at_once`` as there are devices.
         """
@@ -251,20 +258,23 @@ class Twice:
             key = evaluation_key(self._definition.seed, chunk)
             return measure(self._framework, metrics, key, share or shares[chunk], weights)
 
-        kept = holding(self._held(metrics)) if metrics.watched else []
+        held = {**metrics.holders, **self._definition.holders, **self._framework.held}
+        kept = holding(held) if metrics.watched else []
         read, begun = list[Any](), deque[Measurement]()
         for chunk in chunks:
             begun.append(begin(chunk))
             if len(begun) == at_once:
                 read.append(begun.popleft()())
         read += [finish() for finish in begun]
-        return [*read, *self._doubts(metrics, shares, chunks[0], read[0], kept, begin)] if kept and read else read
+        if read and metrics.watched:
+            self._look_again(metrics, shares, chunks[0], read[0], kept, begin)
+        return read
 
-    def _doubts(
-        self, metrics: Metrics, shares: Sequence[Share], chunk: int, first: list[Any], kept: Sequence[Place],
+    def _look_again(
+        self, metrics: Metrics, shares: Sequence[Share], chunk: int, first: Sequence[Any], kept: Sequence[Place],
         begin: Callable[..., Measurement],
-    ) -> Iterator[Doubt]:  # fmt: skip
-        """Measure a chunk again, after others. That shows what code keeps from call to call, as a running mean.
+    ) -> None:  # fmt: skip
+        """Measure the first chunk again, after others. That shows what code keeps from call to call: a running mean.
 
         It does not show a cache of the first call. So what code held before that is put back for a moment, and another
         chunk comes first. It is one sample, many times: as unlike as can be, and of the size that compiled code knows.
@@ -272,41 +282,39 @@ class Twice:
         own, looked = shares[chunk], metrics.with_outputs()
         other = replace(own, samples=np.full_like(own.samples, shares[chunk - 1].samples[0]))
 
-        def look(share: Share) -> list[Any]:
+        def look(share: Share) -> Sequence[Any]:
             with contextlib.suppress(PhalanxError):  # a metric may need several samples, or two classes
                 return begin(chunk, share, looked)()
-            return []
-
-        def doubts(pairs: Sequence[Any], when: str, change: Callable[[], object]) -> Iterator[Doubt]:
-            if names := differing(metrics.names, pairs):
-                changed, samples = _listed(self._changed(change, metrics)), spell_samples(own.samples)
-                for name in names:
-                    what = f"metric {name!r} of samples {samples} came to something else when they were measured {when}"
-                    yield Doubt(name, f"{what}; what changed in between: {changed}", own.samples)
+            return ()
 
         after = look(other), look(own)
-        yield from doubts([(first, after[1])], "again, from the same weights, after others", lambda: look(own))
-        if now := put_back(kept):
-            try:
-                pairs = list(zip(after, (look(other), look(own)), strict=True))
-                yield from doubts(pairs, "after others, and not before them", lambda: put_back(now))
-            finally:
-                put_back(now)
+        now = [(place, dict(place)) for place, _ in kept]
+        try:
+            changed = put_back(kept)
+            fresh = (look(other), look(own)) if changed else after
+            for name in differing(metrics.names, [(first, after[1]), *zip(after, fresh, strict=True)]) - self._doubted:
+                what = f"metric {name!r} of samples {spell_samples(own.samples)} came to something else when they were"
+                seen = ", ".join(dict.fromkeys(changed)) or UNSEEN
+                message = f"{what} measured again, from the same weights; what changed in between: {seen}. {KEEPS}"
+                if not self._lenient and any(f"/{name}/" in goes_by for goes_by in metrics.decisive):
+                    raise StateError(f"{message}. The run goes by it; {ALLOW}", samples=own.samples)
+                checks.warn(message)
+                self._doubted.add(name)
+        finally:
+            put_back(now)
 
-    def _held(self, metrics: Metrics | None) -> dict[str, Any]:
-        """User code that is called, and the model, by name."""
-        return {**self._definition.holders, **self._framework.held, **(metrics.holders if metrics else {})}
-
-    def _changed(self, change: Callable[[], object], metrics: Metrics | None = None) -> list[str]:
-        """What user code holds, apart from the state, that changes when something is computed once more."""
-        before = values(self._held(metrics))
+    def _changed(self, one: Todo) -> list[str]:
+        """What user code holds, apart from the state, that changes when the replica is computed once more."""
+        roots = {**self._definition.holders, **self._framework.held}
+        before = values(roots)
         with contextlib.suppress(Exception):
-            change()
-        paths = differences(before, values(self._held(metrics)))
+            list(self._framework.gradients([one]))
+        paths = differences(before, values(roots))
         return [HELD.sub(r".\1", path) for path in paths if not STATE.match(path)] or [UNSEEN]
 
     def _report(self, one: Todo, what: str, changed: Sequence[str]) -> None:
-        message = f"{self._named(one)}, {what}; what changed in between: {_listed(changed)}. {WAYS}"
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        message = f"{self._named(one)}, {what}; what changed in between: {', '.join(changed[:SHOWN])}{more}. {WAYS}"
         if not self._allow:
             raise StateError(message, step=CURRENT.step, replica=one.replica, samples=one.share.samples)
         checks.warn(message)
@@ -322,11 +330,6 @@ class Twice:
         name = self._definition.rounds.names[one.phase]
         moment = f"step {CURRENT.step}, phase {name!r}" if name else f"step {CURRENT.step}"
         return f"replica {one.replica} of {moment}, samples {spell_samples(one.share.samples)}"
-
-
-def _listed(changed: Sequence[str]) -> str:
-    more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-    return f"{', '.join(changed[:SHOWN])}{more}"
 
 
 def noted(arithmetic: Arithmetic, computed: Computed) -> Facts:

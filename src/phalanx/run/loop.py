@@ -17,19 +17,13 @@ from typing import Any, NamedTuple
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.checks import warn
 from phalanx.definition.data import spelled
-from phalanx.definition.evaluation import WATCHED, Doubt, Evaluation, Metrics, Predictions, check_metric, meant
+from phalanx.definition.evaluation import WATCHED, Evaluation, Metrics, Predictions, check_metric, meant
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Supply
-from phalanx.errors import PhalanxError, RunError, StateError, UsageError, WorkerError
+from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
 from phalanx.surroundings import interrupts
-
-KEEPS = (
-    "Code of yours keeps something from call to call, which differs from worker to worker. Measure all samples at "
-    "once, by phalanx.whole(function), or by an object with update, compute, reset and merge_state, as torchmetrics "
-    "has them; what a model needs in evaluations, let training write into a buffer"
-)
 
 
 class Again(NamedTuple):
@@ -79,9 +73,8 @@ class Loop:
         self._engine = engine
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting, self._names = waiting, dict[str, bool]()
-        self._decisive = [metric for _, metric in waiting]
+        self._decisive = [f"/{metric}/" for _, metric in waiting]
         self._counts = Counter[Any]()  # of each evaluation
-        self._doubted = set[str]()
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._heard = 0  # incidents that the observers have heard of
@@ -290,7 +283,7 @@ class Loop:
             yield Again(functools.partial(self._schedule, metric, values, epoch))
 
     def _evaluate_into(self, values: dict[str, float], due: Evaluation) -> None:
-        values |= self.evaluate(due)
+        values |= self.evaluate(due, planned=True)
         self._unseen = tuple(each for each in self._unseen if each is not due)
         self._names |= dict.fromkeys(values, True)
 
@@ -312,10 +305,11 @@ class Loop:
         for observer in self._observers:
             observer.retrained(change)
 
-    def evaluate(self, due: Evaluation) -> dict[str, float]:
+    def evaluate(self, due: Evaluation, *, planned: bool = False) -> dict[str, float]:
         """Evaluate the current state, or averaged weights if there are; record values by their full names."""
         metrics = due.metrics(single=self._definition.batch_size is None)
-        values = self._measured(metrics, due.data, due.batch_size, due=due)
+        metrics.decisive = self._decisive if planned else ()
+        values = self._measured(metrics, due.data, due.batch_size, key=id(due) if planned else None)
         named = {due.full(metric): value for metric, value in values.items()}
         self._engine.run_state.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
         return named
@@ -366,38 +360,22 @@ class Loop:
         data: Any,
         batch_size: int,
         weights: Weights | None = None,
-        due: Evaluation | None = None,
+        key: Any = None,
     ) -> dict[str, Any]:
-        """The values of metrics over all of ``data``."""
+        """The values of metrics over all of ``data``; ``key``: of an evaluation that is repeated."""
         self.check_able()
-        planned = any(due is each for each in self._evaluations)
-        key = id(due) if planned else tuple(metrics.names)
+        key = key or tuple(metrics.names)
         metrics.watched = self._engine.run_state.allow is not None and self._counts[key] in WATCHED
         readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
-        doubts = [each for each in readings if isinstance(each, Doubt)]
         try:
-            values = metrics.fold([each for each in readings if not isinstance(each, Doubt)])
+            values = metrics.fold(readings)
         except PhalanxError:
             raise
         except Exception as error:
             message = f"{type(error).__name__} in user code while evaluating all samples: {spelled(error)}"
             raise WorkerError(message) from error
-        full = {name: due.full(name) if due else name for name in values}
-        decisive = {meant(metric, full.values()) for metric in self._decisive if planned}
-        for doubt in doubts:
-            its = {each for name, each in full.items() if f"{name}/".startswith(f"{doubt.metric}/")}
-            self._doubt(doubt, decides=bool(its & decisive))
         self._counts[key] += 1  # one that ended by an error is watched again
         return values
-
-    def _doubt(self, doubt: Doubt, *, decides: bool) -> None:
-        """End the run if the metric decides something; else warn, once."""
-        if decides and not self._engine.run_state.allow:
-            message = f"{doubt.message}, and the run goes by it. {KEEPS}; nondeterministic='allow' makes this a warning"
-            raise StateError(message, step=self.steps - 1, samples=doubt.samples)
-        if doubt.metric not in self._doubted:
-            self._doubted.add(doubt.metric)
-            warn(f"{doubt.message}. {KEEPS}")
 
     def _horizon(self) -> int:
         """How many steps may be done before somebody looks at the state."""

@@ -256,9 +256,8 @@ def eval_point(updates: Updates) -> dict[str, torch.Tensor] | None:
         return None
     named = copy.deepcopy(updates.named, memo := dict[int, Any]())
     for optimizer in filter(_has_modes, updates.optimizers):
-        other = memo[id(optimizer)] = object.__new__(type(optimizer))
-        # Optimizers copy themselves without their own attributes. A schedule wraps step.
-        vars(other).update(copy.deepcopy({name: own for name, own in vars(optimizer).items() if name != "step"}, memo))
+        other = _alike(optimizer)  # optimizers copy themselves without attributes of their own
+        vars(other).update(copy.deepcopy(vars(other), memo))
         other.eval()
     return {name: parameter.detach() for name, parameter in named}
 
@@ -345,14 +344,20 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 def step_alone(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dict[str, Any]:
     """The state that a throw-away optimizer of the same kind makes in a step, for one parameter in one group."""
-    kind = type(optimizer)
-    trial = object.__new__(kind)
-    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a schedule wraps it
-    state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-    vars(trial).update(own, param_groups=[options], state=state)
+    trial, state = _alike(optimizer), defaultdict[Any, dict[str, Any]](dict)
+    vars(trial).update(param_groups=[options], state=state)
     with torch.no_grad():
-        inspect.unwrap(kind.step)(trial)
+        inspect.unwrap(type(trial).step)(trial)
     return state[options["params"][0]]
+
+
+def _alike(optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer with the attributes of another."""
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(
+        {name: value for name, value in vars(optimizer).items() if name != "step"}
+    )  # a schedule wraps it
+    return trial
 
 
 def build_optimizers(definition: Definition, named: Named, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
