@@ -292,7 +292,7 @@ class Metrics:
     ----------
     watched : bool
         Whether a chunk is measured again, which reveals what code keeps from chunk to chunk.
-    decisive : list of str
+    decisive : str
         The metrics by which the run goes, between slashes.
     """
 
@@ -313,7 +313,7 @@ class Metrics:
             )
         self.forward_fn, self.target_fn, self.collate_fn = forward_fn, target_fn, collate_fn
         self.targets = targets
-        self.watched, self.decisive = False, list[str]()
+        self.watched, self.decisive = False, ""
         self._single = single
         self._metrics = _named(metric_fn)
 

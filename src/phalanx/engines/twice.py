@@ -9,7 +9,7 @@ computes its first one twice. This reveals a processor that computes wrongly. On
 step of workers does the same. There the other worker has computed other samples before, which reveals what code keeps
 from its first call.
 
-Evaluations are watched likewise: of some, every worker measures its first chunk again.
+Evaluations are watched likewise: of some, the worker that has the first chunk measures that again.
 """
 
 from __future__ import annotations
@@ -259,19 +259,19 @@ class Twice:
             return measure(self._framework, metrics, key, share or shares[chunk], weights)
 
         held = {**metrics.holders, **self._definition.holders, **self._framework.held}
-        kept = holding(held) if metrics.watched else []
+        kept = holding(held) if (watched := metrics.watched and 0 in chunks) else []
         read, begun = list[Any](), deque[Measurement]()
         for chunk in chunks:
             begun.append(begin(chunk))
             if len(begun) == at_once:
                 read.append(begun.popleft()())
         read += [finish() for finish in begun]
-        if read and metrics.watched:
-            self._look_again(metrics, shares, chunks[0], read[0], kept, begin)
+        if watched:
+            self._look_again(metrics, shares, read[0], kept, begin)
         return read
 
     def _look_again(
-        self, metrics: Metrics, shares: Sequence[Share], chunk: int, first: Sequence[Any], kept: Sequence[Place],
+        self, metrics: Metrics, shares: Sequence[Share], first: Sequence[Any], kept: Sequence[Place],
         begin: Callable[..., Measurement],
     ) -> None:  # fmt: skip
         """Measure the first chunk again, after others. That shows what code keeps from call to call: a running mean.
@@ -279,12 +279,12 @@ class Twice:
         It does not show a cache of the first call. So what code held before that is put back for a moment, and another
         chunk comes first. It is one sample, many times: as unlike as can be, and of the size that compiled code knows.
         """
-        own, looked = shares[chunk], metrics.with_outputs()
-        other = replace(own, samples=np.full_like(own.samples, shares[chunk - 1].samples[0]))
+        own, looked = shares[0], metrics.with_outputs()
+        other = replace(own, samples=np.full_like(own.samples, shares[-1].samples[0]))
 
         def look(share: Share) -> Sequence[Any]:
             with contextlib.suppress(PhalanxError):  # a metric may need several samples, or two classes
-                return begin(chunk, share, looked)()
+                return begin(0, share, looked)()
             return ()
 
         after = look(other), look(own)
@@ -292,11 +292,13 @@ class Twice:
         try:
             changed = put_back(kept)
             fresh = (look(other), look(own)) if changed else after
-            for name in differing(metrics.names, [(first, after[1]), *zip(after, fresh, strict=True)]) - self._doubted:
+            names = differing(metrics.names, [(first, after[1]), *zip(after, fresh, strict=True)]) - self._doubted
+            decide = [] if self._lenient else [name for name in names if f"/{name}/" in metrics.decisive]
+            for name in decide or sorted(names):
                 what = f"metric {name!r} of samples {spell_samples(own.samples)} came to something else when they were"
                 seen = ", ".join(dict.fromkeys(changed)) or UNSEEN
                 message = f"{what} measured again, from the same weights; what changed in between: {seen}. {KEEPS}"
-                if not self._lenient and any(f"/{name}/" in goes_by for goes_by in metrics.decisive):
+                if decide:
                     raise StateError(f"{message}. The run goes by it; {ALLOW}", samples=own.samples)
                 checks.warn(message)
                 self._doubted.add(name)

@@ -73,7 +73,7 @@ class Loop:
         self._engine = engine
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting, self._names = waiting, dict[str, bool]()
-        self._decisive = [f"/{metric}/" for _, metric in waiting]
+        self._decisive = "".join([f"/{metric}/" for _, metric in waiting])
         self._counts = Counter[Any]()  # of each evaluation
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
@@ -308,7 +308,7 @@ class Loop:
     def evaluate(self, due: Evaluation, *, planned: bool = False) -> dict[str, float]:
         """Evaluate the current state, or averaged weights if there are; record values by their full names."""
         metrics = due.metrics(single=self._definition.batch_size is None)
-        metrics.decisive = self._decisive if planned else ()
+        metrics.decisive = self._decisive if planned else ""
         values = self._measured(metrics, due.data, due.batch_size, key=id(due) if planned else None)
         named = {due.full(metric): value for metric, value in values.items()}
         self._engine.run_state.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
