@@ -28,7 +28,8 @@ PYTHON = "python"
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
-Place = tuple[dict[Any, Any], dict[Any, Any]]  # a dict, and what it held
+Place = tuple[Any, Any]  # a list or dict, and what it held
+LIST = "a list"
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
@@ -67,15 +68,20 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 
 def holding(roots: Mapping[str, Any]) -> list[Place]:
-    """The dicts that ``roots`` lead to, also those of attributes, each with a copy of what it holds."""
+    """The lists and dicts that ``roots`` lead to, also those of attributes, each with a copy of what it holds."""
     found = [value for _, value in reachable(roots) if not isinstance(value, ModuleType)]
-    return [(place, dict(place)) for value in found for place in (value, _own(value)) if type(place) is dict]
+    return [(place, place.copy()) for value in found for place in (value, _own(value)) if type(place) in (dict, list)]
 
 
 def put_back(places: Iterable[Place]) -> list[str]:
-    """Put back what these dicts held; returns what was not as it had been, by its names there."""
+    """Put back what these held; returns what was not as it had been, by its names there."""
     names: list[str] = []
     for place, then in places:
+        if isinstance(place, list):
+            if [*map(id, place)] != [*map(id, then)]:
+                names.append(LIST)
+                place[:] = then
+            continue
         for key in [key for key in {**place, **then} if place.get(key, place) is not then.get(key, place)]:
             names.append(str(key))
             if key in then:

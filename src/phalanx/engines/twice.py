@@ -288,7 +288,7 @@ class Twice:
             return ()
 
         after = look(other), look(own)
-        now = [(place, dict(place)) for place, _ in kept]
+        now = [(place, place.copy()) for place, _ in kept]
         try:
             changed = put_back(kept)
             fresh = (look(other), look(own)) if changed else after
