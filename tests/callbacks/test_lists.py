@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import phalanx
 from phalanx.definition.checks import outline
-from phalanx.definition.evaluation import joined
+from phalanx.definition.joining import joined
 
 X = torch.arange(24.0)[:, None].repeat(1, 3)
 Named = collections.namedtuple("Named", "loss logits")
@@ -46,6 +46,7 @@ def check(items, count):
         assert torch.equal(item["boxes"], torch.full((1 + number % 9, 4), float(number)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"workers": 2}, {"workers": "auto"}], ids=str)
 def test_outputs_and_targets_of_detection(options):
     """Predictions and whole metrics have an item for each sample, in order, however data is cut."""

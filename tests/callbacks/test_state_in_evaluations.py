@@ -144,6 +144,7 @@ HONEST = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(6)
 @pytest.mark.parametrize(("engine", "kind"), list(itertools.product(ENGINES, KEEPING)))
 def test_what_decides_is_refused(engine, kind):
@@ -155,6 +156,7 @@ def test_what_decides_is_refused(engine, kind):
     assert list(found.value.samples) == list(range(16))
 
 
+@pytest.mark.long
 @pytest.mark.cases(6)
 @pytest.mark.parametrize(("engine", "kind"), list(itertools.product(ENGINES, HONEST)))
 def test_honest_code_has_one_answer_without_a_word(engine, kind):
@@ -182,6 +184,7 @@ def test_callbacks_that_wait_for_a_metric_go_by_it(waits):
         job(linear, Running(), callbacks=[waits()], decides=False, engine="inline")
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_decides_nothing_is_warned_of_once(engine):
@@ -237,6 +240,7 @@ def test_what_is_kept_is_put_back():
     assert torch.equal(left[0][1], left[1][1])
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_first_evaluation_after_a_resume_is_watched(tmp_path, engine):

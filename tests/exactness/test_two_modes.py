@@ -135,6 +135,7 @@ def test_the_plain_loop():
         assert not torch.equal(result.predict(X), model(X))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engines(engine):
     """All that can be seen is the same in every engine; evaluations do not change the digest."""
@@ -161,6 +162,7 @@ def test_going_in_and_out_changes_bits():
     assert not all(torch.equal(one, other) for one, other in zip(model.parameters(), there, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_average_that_was_asked_for_comes_first(engine):
     """With EMA, the average is that of the training points, in every engine."""
@@ -172,6 +174,7 @@ def test_an_average_that_was_asked_for_comes_first(engine):
         assert not torch.equal(without.averaged[name], value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["inline", "two workers"])
 def test_resuming(tmp_path, engine):
     """A run that was stopped goes on to the same digest, metrics and average; a run that is held shows the average."""

@@ -78,16 +78,13 @@ class Torch:
 
     def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
         self._lane = self._lane_on(definition, model)
+        self.held = {"model": self._lane.model}
         self._updates = updates_of(definition, self._lane.named, model)
         contexts = compiled({"make_model": model, **definition.holders})
         check_static(contexts)
         self._shapes.known = bool(contexts)
         facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
         self.sharing: seams.Sharing = Sharing(*facts, self._of_workers, portable=movable and not self._updates.foreign)
-
-    @property
-    def held(self) -> dict[str, Any]:
-        return {"model": self._lane.model}
 
     def eval_point(self) -> Weights | None:
         return eval_point(self._updates)

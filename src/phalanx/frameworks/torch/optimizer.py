@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.modules import module
@@ -386,7 +386,7 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
     for optimizer in optimizers:
         _check_kind(optimizer)
         if _has_modes(optimizer):
-            optimizer.train()
+            cast("Any", optimizer).train()
         for group in optimizer.param_groups:
             if not math.isfinite(group.get("lr", 0.0)):
                 raise UsageError(
