@@ -152,7 +152,10 @@ class Run:
 
     @property
     def averaged(self) -> dict[str, Any] | None:
-        """Parameters by name as ``callbacks.EMA`` averaged them so far; evaluations use them."""
+        """Parameters by name that evaluations use: as ``callbacks.EMA`` averaged them so far.
+
+        Without it, where an optimizer with two modes (``train()`` and ``eval()``) wants the model evaluated.
+        """
         return self._loop.left().get("averaged")
 
     @property
@@ -250,7 +253,7 @@ class Run:
     ) -> Any:
         """Evaluate the current state in evaluation mode: exact, nothing padded, nothing counted twice.
 
-        Modes, generators and buffers are afterwards as they were before. With callbacks.EMA, the averaged weights.
+        Modes, generators and buffers are afterwards as they were before. With ``averaged`` weights, if there are such.
 
         Parameters
         ----------
