@@ -91,7 +91,7 @@ class NonFiniteError(RunError):
 
 
 class StateError(RunError):
-    """A replica gave another value when it was computed again from the same state; nothing was updated."""
+    """A replica, or a metric by which the run goes, came to another value when it was computed again."""
 
 
 class CorruptionError(RunError):

@@ -233,3 +233,27 @@ def test_workers_that_fall_around_an_evaluation_change_nothing(tmp_path):
     assert result.digest == expected.digest
     assert killer.killed == 6
     assert sum(incident.kind == "death" for incident in result.incidents) >= 6
+
+
+def bootstrap(output, target):
+    """The lower end of an interval, from samples that are drawn anew."""
+    right = (output.argmax(1) == target).double()
+    drawn = [float(right[np.random.randint(0, len(right), len(right))].mean()) for _ in range(20)]
+    return min(drawn) + float(torch.rand(())) / 1000
+
+
+@pytest.mark.long
+def test_what_a_whole_metric_draws_is_keyed():
+    """A function under ``whole`` draws the same in every engine, whatever the caller's generators are; they stay."""
+
+    def seen(number, **options):
+        np.random.seed(number)
+        torch.manual_seed(number)
+        before = np.random.get_state()[1].tolist()
+        result = recipe().train(evaluation=phalanx.Evaluation(phalanx.whole(bootstrap), (HELD_OUT, TARGETS)), **options)
+        assert np.random.get_state()[1].tolist() == before
+        return [item.value for item in result.metric_history]
+
+    expected = seen(0, engine="inline")
+    assert seen(1, engine="inline") == seen(2, workers=2) == expected
+    assert len(set(expected)) > 1, "the state moves, so that the values do"

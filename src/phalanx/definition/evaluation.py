@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from phalanx.definition import checks, generators
 from phalanx.definition.checks import answering
-from phalanx.definition.data import is_array, leaves, like, map_tree, open_data
+from phalanx.definition.data import is_array, map_tree, open_data
+from phalanx.definition.joining import joined
+from phalanx.definition.plain import hashed
+from phalanx.definition.reachable import held_by
 from phalanx.errors import UsageError
 from phalanx.plan import Plan
 from phalanx.plan.fold import fold_values
@@ -29,60 +30,13 @@ EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float()
 OWN = " (Evaluation takes its own, and collate_fn)"
 OBJECT = ("update", "compute", "reset")  # methods of a metric object that keeps a state
 DEFAULT_BATCH = 256
+WATCHED = (0, *(10**power for power in range(2, 16)))  # evaluations of which a chunk is measured again
 SEVERAL = "; several metrics are a dict of functions, as in Evaluation({'a': a, 'b': b}, data)"
 FUNCTIONS = {
     "forward_fn": "lambda model, batch: model(batch[0])",
     "target_fn": "lambda batch: batch['label']",
     "collate_fn": "lambda samples: ...",
 }
-
-
-def joined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> Any:
-    """Join the outputs of all chunks into those of one batch: a tree of the same types, with a row for each sample.
-
-    Entries of a mapping without a row for each sample (a loss, a cache) are left out; of a named tuple they are None.
-
-    Raises
-    ------
-    UsageError
-        An output has no row for each sample.
-    """
-    first = outputs[0]
-    if isinstance(first, Mapping):
-        rows = {
-            key: [output[key] for output in outputs]
-            for key, value in first.items()
-            if _has_rows(value, samples[0]) and (samples[0] > 1 or key != "loss")
-        }
-        return like(first, {key: joined(column, samples, f"{name}[{key!r}]") for key, column in rows.items()})
-    if named := getattr(first, "_asdict", None):
-        rows = joined([output._asdict() for output in outputs], samples, name)
-        return type(first)(**(dict.fromkeys(named()) | rows))
-    if isinstance(first, (tuple, list)):
-        columns = zip(*outputs, strict=True)
-        return type(first)([joined(column, samples, f"{name}[{number}]") for number, column in enumerate(columns)])
-    if not is_array(first) or not _has_rows(first, samples[0]):
-        raise UsageError(
-            f"{name} is {checks.described(first)} for {samples[0]} samples, which has no row for each; pass "
-            "forward_fn=lambda model, batch: ... that returns one"
-        )
-    return concatenated(outputs)
-
-
-def _has_rows(value: Any, samples: int) -> bool:
-    return all(is_array(leaf) and tuple(leaf.shape[:1]) == (samples,) for _, leaf in leaves(value, "", lists=True))
-
-
-def concatenated(arrays: Sequence[Any]) -> Any:
-    """Concatenate arrays of one kind."""
-    first, total = arrays[0], sum(int(array.shape[0]) for array in arrays)
-    if isinstance(first, np.ndarray):
-        return np.concatenate(arrays)
-    joint, start = first.new_empty((total, *first.shape[1:])), 0
-    for array in arrays:
-        joint[start : start + len(array)] = array
-        start += len(array)
-    return joint
 
 
 class Mean:
@@ -247,6 +201,13 @@ class Metrics:
     ------
     UsageError
         A metric cannot be called, or two have one name.
+
+    Attributes
+    ----------
+    watched : bool
+        Whether a chunk is measured again, which reveals what code keeps from chunk to chunk.
+    decisive : str
+        The metrics by which the run goes, between slashes.
     """
 
     def __init__(
@@ -266,18 +227,30 @@ class Metrics:
             )
         self.forward_fn, self.target_fn, self.collate_fn = forward_fn, target_fn, collate_fn
         self.targets = targets
+        self.watched, self.decisive = False, ""
         self._single = single
         self._metrics = _named(metric_fn)
+
+    @property
+    def holders(self) -> dict[str, Any]:
+        """Its functions."""
+        return {"evaluation": (self.forward_fn, self.target_fn, self.collate_fn, self._metrics)}
 
     @functools.cached_property
     def generators(self) -> generators.Owned:
         """Random generators that its functions own."""
-        return generators.find({"evaluation": (self.forward_fn, self.target_fn, self.collate_fn, self._metrics)})
+        return generators.find(self.holders)
 
     @property
     def names(self) -> dict[str, bool]:
         """The metrics' names, and whether each is the whole name: objects may compute several values."""
         return {name: isinstance(metric, Mean) for name, metric in self._metrics.items()}
+
+    def with_outputs(self) -> Metrics:
+        """The same metrics, and the outputs after them."""
+        other = copy.copy(self)
+        other._metrics = {**self._metrics, "": Predictions()}
+        return other
 
     def see(self, output: Any, target: Any, home: Home) -> list[Any]:
         """What each metric sees of a chunk."""
@@ -301,6 +274,20 @@ class Metrics:
             several = isinstance(value, dict) and type(metric) is not Predictions  # whose outputs may be a dict
             values |= {f"{name}/{key}": each for key, each in value.items()} if several else {name: value}
         return values
+
+
+def differing(names: Iterable[str], pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> set[str]:
+    """The metrics that differ in some pair of readings, bit by bit: all of them where outputs that follow differ."""
+    found = set[str]()
+    for pair in pairs:
+        unlike = [name for name, *both in zip([*names, ""], *pair, strict=False) if len(set(map(_told, both))) > 1]
+        found.update(names if "" in unlike else unlike)
+    return found
+
+
+def _told(reading: Any) -> bytes:
+    """Bytes that stand for a reading: of a metric object, for its state."""
+    return hashed(reading if isinstance(reading, tuple) else held_by(reading))
 
 
 def _metric(value: Any) -> Any:

@@ -16,7 +16,7 @@ import platform
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -28,6 +28,8 @@ PYTHON = "python"
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
+Place = tuple[Any, Any]  # a list or dict, and what it held
+LIST = "a list"
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
@@ -65,6 +67,30 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
     ]
 
 
+def holding(roots: Mapping[str, Any]) -> list[Place]:
+    """The lists and dicts that ``roots`` lead to, also those of attributes, each with a copy of what it holds."""
+    found = [value for _, value in reachable(roots) if not isinstance(value, ModuleType)]
+    return [(place, place.copy()) for value in found for place in (value, _own(value)) if type(place) in (dict, list)]
+
+
+def put_back(places: Iterable[Place]) -> list[str]:
+    """Put back what these held; returns what was not as it had been, by its names there."""
+    names: list[str] = []
+    for place, then in places:
+        if isinstance(place, list):
+            if [*map(id, place)] != [*map(id, then)]:
+                names.append(LIST)
+                place[:] = then
+            continue
+        for key in [key for key in {**place, **then} if place.get(key, place) is not then.get(key, place)]:
+            names.append(str(key))
+            if key in then:
+                place[key] = then[key]
+            else:
+                del place[key]
+    return names
+
+
 def _checksum(array: Any) -> Any:
     try:
         return (zlib.crc32(content(array)),)
@@ -83,9 +109,13 @@ def held_by(value: Any) -> dict[str, Any]:
             if inspect.ismemberdescriptor(slot):
                 with contextlib.suppress(AttributeError):  # not assigned yet
                     held.setdefault(name, slot.__get__(value))
+    return held | _own(value)
+
+
+def _own(value: Any) -> Any:
     with contextlib.suppress(AttributeError, TypeError):
-        held |= object.__getattribute__(value, "__dict__")
-    return held
+        return object.__getattribute__(value, "__dict__")
+    return {}
 
 
 def function_of(value: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections import deque
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
@@ -19,11 +18,10 @@ from phalanx.engines.gradients import Gradients, named
 from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError
-from phalanx.plan import evaluation_key
 from phalanx.seams import Framework, Link
-from phalanx.seams.records import Captured, Exported, Measurement, RunState, StepReport, Training, Weights
+from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
 from phalanx.shared.memory import RUNS
-from phalanx.step import Proposal, commit, following, measure
+from phalanx.step import Proposal, commit, following
 from phalanx.surroundings import interrupts
 
 
@@ -107,24 +105,20 @@ class Inline:
 
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         self.check_able()
-        seed = self._definition.seed
-        measured: list[Any] = []
-        begun: deque[Measurement] = deque()  # one per device, where there are several
         most = 1 if self._lanes is None else len(self._lanes.placement.blocks)
         with self.environment:
-            for chunk, share in enumerate(self._dealer.chunks(data, batch_size, metrics.collate_fn)):
-                interrupts.check()
-                begun.append(measure(self._framework, metrics, evaluation_key(seed, chunk), share, weights))
-                if len(begun) == most:
-                    measured.append(begun.popleft()())
-            measured += [read() for read in begun]
-        return measured
+            shares = self._dealer.chunks(data, batch_size, metrics.collate_fn)
+            return self._twice.readings(metrics, shares, range(len(shares)), weights, interrupts.check, most)
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
         if self._torn:
             self.check_able()
         with self.environment:
             return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
+
+    def eval_point(self) -> Weights | None:
+        with self.environment:
+            return self._framework.eval_point()
 
     def schedule(self, value: float | Training, epoch: int) -> None:
         self.check_able()

@@ -111,7 +111,7 @@ def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definitio
     training = ("data", "steps", "epochs", "scheduler", "schedule_every", "schedule_on", "phases", *SAMPLING)
     left_out: dict[str, Any] = dict.fromkeys(training)
     recipe = dataclasses.replace(definition, **left_out, modes="as_made", make_model=as_factory(model))
-    engine = open_engine(recipe, "inline", 1, (), None, lambda _: RunState())
+    engine = open_engine(recipe, "inline", 1, (), None, lambda _: RunState(allow=None))
     try:
         yield recipe, engine
     finally:

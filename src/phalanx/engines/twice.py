@@ -8,6 +8,8 @@ In an audited step one replica is computed again by the worker after the one tha
 computes its first one twice. This reveals a processor that computes wrongly. Only checksums are exchanged. The first
 step of workers does the same. There the other worker has computed other samples before, which reveals what code keeps
 from its first call.
+
+Evaluations are watched likewise: of some, the worker that has the first chunk measures that again.
 """
 
 from __future__ import annotations
@@ -16,20 +18,24 @@ import contextlib
 import itertools
 import re
 import zlib
-from collections import defaultdict
-from collections.abc import Container, Iterator, MutableSequence, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterator, MutableSequence, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from phalanx.definition import checks
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
+from phalanx.definition.evaluation import Metrics, differing
 from phalanx.definition.fields import Definition
-from phalanx.definition.reachable import differences, values
-from phalanx.errors import CorruptionError, StateError, spell_samples
-from phalanx.plan import Audit, joined
+from phalanx.definition.reachable import Place, differences, holding, put_back, values
+from phalanx.errors import CorruptionError, PhalanxError, StateError, spell_samples
+from phalanx.plan import Audit, evaluation_key, joined
 from phalanx.seams import Arithmetic, Framework, Link
-from phalanx.seams.records import Captured, Computed, Todo, Watch, packed
-from phalanx.step import Proposal, compute, propose, todo
+from phalanx.seams.records import Captured, Computed, Measurement, Todo, Watch, Weights, packed
+from phalanx.step import Proposal, compute, measure, propose, todo
 from phalanx.surroundings.presence import CURRENT, outside
 
 Facts = dict[str, Any]
@@ -40,10 +46,16 @@ SHOWN = 6  # changes that a message names
 HELD = re.compile(r"\._(?:modules|buffers|parameters)\['(.*?)'\]")
 STATE = re.compile(r"model\b.*\._(?:buffers|parameters)\[")
 UNSEEN = "nothing in sight (an operation that does not come to the same twice, a generator, a clock, faulty memory)"
+ALLOW = "nondeterministic='allow' makes this a warning"
 WAYS = (
     "What code keeps from call to call differs from worker to worker, and is lost with one: keep it in a buffer of the "
     "model (for a loss, too: put its module into the model, and let forward_fn return the loss), or make it a function "
-    "of the step: phalanx.current_step(). nondeterministic='allow' makes this a warning"
+    f"of the step: phalanx.current_step(). {ALLOW}"
+)
+KEEPS = (
+    "What code keeps from call to call differs from worker to worker. Measure all samples at once, by phalanx.whole, "
+    "or by an object with update, compute, reset and merge_state, as torchmetrics has them; what a model needs in "
+    "evaluations, let training write into a buffer"
 )
 WRONG = (
     "nothing was updated. A processor or memory computes wrongly, or the model does not come to the same twice, as "
@@ -110,6 +122,7 @@ class Twice:
         self._blocks, self._worker = blocks or [range(definition.replicas)], worker
         self._sums = [0.0] if sums is None else sums
         self._began = began if allow is False and len(self._blocks) > 1 else None
+        self._lenient, self._doubted = allow, set[str]()
         self._after = definition.rounds.updates
         self._checked: set[int] = set()  # updates in which every worker computes its first replica twice
         self.due: Container[int] = self._checked if audit is None else ALL
@@ -231,18 +244,73 @@ class Twice:
             raise self._corruption(one, again, (total(both[1]), total(both[0])), (0, 0))
         self._report(one, f"came to {what} when it was computed again from the same state", changed)
 
+    def readings(
+        self, metrics: Metrics, shares: Sequence[Share], chunks: Sequence[int], weights: Weights | None,
+        tick: Callable[[], object], at_once: int = 1,
+    ) -> list[Any]:  # fmt: skip
+        """What metrics read of these chunks, in order.
+
+        ``tick`` is called before each. So many are measured ``at_once`` as there are devices.
+        """
+
+        def begin(chunk: int, share: Share | None = None, metrics: Metrics = metrics) -> Measurement:
+            tick()
+            key = evaluation_key(self._definition.seed, chunk)
+            return measure(self._framework, metrics, key, share or shares[chunk], weights)
+
+        held = {**metrics.holders, **self._definition.holders, **self._framework.held}
+        kept = holding(held) if (watched := metrics.watched and 0 in chunks) else []
+        read, begun = list[Any](), deque[Measurement]()
+        for chunk in chunks:
+            begun.append(begin(chunk))
+            if len(begun) == at_once:
+                read.append(begun.popleft()())
+        read += [finish() for finish in begun]
+        if watched:
+            self._look_again(metrics, shares, read[0], kept, begin)
+        return read
+
+    def _look_again(
+        self, metrics: Metrics, shares: Sequence[Share], first: Sequence[Any], kept: Sequence[Place],
+        begin: Callable[..., Measurement],
+    ) -> None:  # fmt: skip
+        """Measure the first chunk again, after others. That shows what code keeps from call to call: a running mean.
+
+        It does not show a cache of the first call. So what code held before that is put back for a moment, and another
+        chunk comes first. It is one sample, many times: as unlike as can be, and of the size that compiled code knows.
+        """
+        own, looked = shares[0], metrics.with_outputs()
+        other = replace(own, samples=np.full_like(own.samples, shares[-1].samples[0]))
+
+        def look(share: Share) -> Sequence[Any]:
+            with contextlib.suppress(PhalanxError):  # a metric may need several samples, or two classes
+                return begin(0, share, looked)()
+            return ()
+
+        after = look(other), look(own)
+        now = [(place, place.copy()) for place, _ in kept]
+        try:
+            changed = put_back(kept)
+            fresh = (look(other), look(own)) if changed else after
+            names = differing(metrics.names, [(first, after[1]), *zip(after, fresh, strict=True)]) - self._doubted
+            decide = [] if self._lenient else [name for name in names if f"/{name}/" in metrics.decisive]
+            for name in decide or sorted(names):
+                what = f"metric {name!r} of samples {spell_samples(own.samples)} came to something else when they were"
+                seen = ", ".join(dict.fromkeys(changed)) or UNSEEN
+                message = f"{what} measured again, from the same weights; what changed in between: {seen}. {KEEPS}"
+                if decide:
+                    raise StateError(f"{message}. The run goes by it; {ALLOW}", samples=own.samples)
+                checks.warn(message)
+                self._doubted.add(name)
+        finally:
+            put_back(now)
+
     def _changed(self, one: Todo) -> list[str]:
         """What user code holds, apart from the state, that changes when the replica is computed once more."""
-        roots: dict[str, Any] = dict(self._definition.holders)
+        roots = {**self._definition.holders, **self._framework.held}
         before = values(roots)
-
-        def tell(kind: str, name: str, value: Any) -> None:
-            if kind == "model":
-                roots[name] = value
-                before.update(values(roots))
-
         with contextlib.suppress(Exception):
-            list(self._framework.gradients([one], Watch(tell, parameters=True)))
+            list(self._framework.gradients([one]))
         paths = differences(before, values(roots))
         return [HELD.sub(r".\1", path) for path in paths if not STATE.match(path)] or [UNSEEN]
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -131,6 +132,7 @@ class ArrayFramework:
     lr: float = math.nan
     lanes: Blocks | None = None
     following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
+    held: Mapping[str, Any] = MappingProxyType({})  # programs are traced once
     checked: Callable[[Any, str], Any] | None = None
     options_checksum = (0.0, 0.0)
     arithmetic: Any = arithmetic
@@ -192,6 +194,9 @@ class ArrayFramework:
         """Metrics over a chunk."""
         with interrupts.held(), interrupts.user_code():
             return functools.partial(metrics.read, self.see(metrics, key, share, weights), len(share.samples))
+
+    def eval_point(self) -> None:
+        """No optimizer has two modes."""
 
     def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
         """2-norm of ``gradient`` over all parameters, and losses."""

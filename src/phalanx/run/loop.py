@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from phalanx.definition import generators
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.checks import comparing, warn
 from phalanx.definition.data import spelled
-from phalanx.definition.evaluation import Evaluation, Metrics, Predictions, check_metric, meant
+from phalanx.definition.evaluation import WATCHED, Evaluation, Metrics, Predictions, check_metric, meant
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import Supply
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
+from phalanx.plan import evaluation_key
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
 from phalanx.surroundings import interrupts
@@ -73,6 +76,8 @@ class Loop:
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting, self._names = waiting, dict[str, bool]()
         self._compared = set[Any]()  # metrics that were folded, by names
+        self._decisive = "".join([f"/{metric}/" for _, metric in waiting])
+        self._counts = Counter[Any]()  # of each evaluation
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
         self._heard = 0  # incidents that the observers have heard of
@@ -281,7 +286,7 @@ class Loop:
             yield Again(functools.partial(self._schedule, metric, values, epoch))
 
     def _evaluate_into(self, values: dict[str, float], due: Evaluation) -> None:
-        values |= self.evaluate(due)
+        values |= self.evaluate(due, planned=True)
         self._unseen = tuple(each for each in self._unseen if each is not due)
         self._names |= dict.fromkeys(values, True)
 
@@ -303,10 +308,11 @@ class Loop:
         for observer in self._observers:
             observer.retrained(change)
 
-    def evaluate(self, due: Evaluation) -> dict[str, float]:
+    def evaluate(self, due: Evaluation, *, planned: bool = False) -> dict[str, float]:
         """Evaluate the current state, or averaged weights if there are; record values by their full names."""
         metrics = due.metrics(single=self._definition.batch_size is None)
-        values = self._measured(metrics, due.data, due.batch_size)
+        metrics.decisive = self._decisive if planned else ""
+        values = self._measured(metrics, due.data, due.batch_size, key=id(due) if planned else None)
         named = {due.full(metric): value for metric, value in values.items()}
         self._engine.run_state.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
         return named
@@ -320,8 +326,11 @@ class Loop:
         return self._measured(metrics, data, batch_size, weights)["outputs"]
 
     def left(self) -> dict[str, Any]:
-        """What observers add to a result, by name."""
-        return {name: value for observer in reversed(self._observers) for name, value in observer.left().items()}
+        """What observers add to a result, by name; without an average, that of optimizers which have two modes."""
+        left = {name: value for observer in reversed(self._observers) for name, value in observer.left().items()}
+        if "averaged" not in left and (point := self._engine.eval_point()) is not None:
+            left["averaged"] = point
+        return left
 
     def end(self) -> None:
         """End the observers, from the last to the first, then the engine. If one raises, the others still end.
@@ -348,18 +357,31 @@ class Loop:
             for observer in self._succeed():
                 endings.callback(observer.end)
 
-    def _measured(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> dict[str, Any]:
-        """The values of metrics over all of ``data``."""
+    def _measured(
+        self,
+        metrics: Metrics,
+        data: Any,
+        batch_size: int,
+        weights: Weights | None = None,
+        key: Any = None,
+    ) -> dict[str, Any]:
+        """The values of metrics over all of ``data``; ``key``: of an evaluation that is repeated."""
         self.check_able()
+        key = key or tuple(metrics.names)
+        metrics.watched = self._engine.run_state.allow is not None and self._counts[key] in WATCHED
         readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
         try:
-            with comparing(self._compared, tuple(metrics.names)):
-                return metrics.fold(readings)
+            with comparing(self._compared, tuple(metrics.names)), generators.kept(metrics.generators):
+                # What a function under ``whole`` draws is keyed, as what workers draw is.
+                generators.seed(evaluation_key(self._definition.seed, len(readings)), metrics.generators)
+                values = metrics.fold(readings)
         except PhalanxError:
             raise
         except Exception as error:
             message = f"{type(error).__name__} in user code while evaluating all samples: {spelled(error)}"
             raise WorkerError(message) from error
+        self._counts[key] += 1  # one that ended by an error is watched again
+        return values
 
     def _horizon(self) -> int:
         """How many steps may be done before somebody looks at the state."""

@@ -53,7 +53,8 @@ class Result:
         workers, engine, kill and resume.
     averaged : dict or None
         Parameters by name, averaged by ``callbacks.EMA``; no part of the digest. Buffers are not averaged: with
-        ``{**result.model.state_dict(), **result.averaged}`` they are those of the last step.
+        ``{**result.model.state_dict(), **result.averaged}`` they are those of the last step. Without EMA, and with an
+        optimizer that has ``train()`` and ``eval()`` (a schedule-free one): where it wants the model evaluated.
     best : callbacks.Best or None
         What ``callbacks.SaveBest`` kept: ``metric``, ``value``, ``steps``, ``weights``, ``path``. None if no value was
         a number; ``warm_start=None`` then begins from new weights, so ask for it first.
@@ -115,7 +116,7 @@ class Result:
     def predict(self, data: Any, batch_size: int = DEFAULT_BATCH, forward_fn: Callable[..., Any] | None = None) -> Any:
         """Outputs for all samples, in their order, on the CPU; in evaluation mode, in this process.
 
-        With ``callbacks.EMA``, of the averaged weights. ``run.predict`` has the arguments, and computes in the workers.
+        Weights are those of ``averaged``, if there are such. ``run.predict`` has the arguments, and uses the workers.
 
         Raises
         ------
@@ -137,7 +138,7 @@ class Result:
         path : str or path
             Ends in ".safetensors".
         averaged : bool, default False
-            Those that ``callbacks.EMA`` averaged, in place of the last step's.
+            Those of ``result.averaged``, in place of the last step's.
 
         Raises
         ------

@@ -153,7 +153,10 @@ class Run:
 
     @property
     def averaged(self) -> dict[str, Any] | None:
-        """Parameters by name as ``callbacks.EMA`` averaged them so far; evaluations use them."""
+        """Parameters by name that evaluations use: as ``callbacks.EMA`` averaged them so far.
+
+        Without it, where an optimizer with two modes (``train()`` and ``eval()``) wants the model evaluated.
+        """
         return self._loop.left().get("averaged")
 
     @property
@@ -251,7 +254,7 @@ class Run:
     ) -> Any:
         """Evaluate the current state in evaluation mode: exact, nothing padded, nothing counted twice.
 
-        Modes, generators and buffers are afterwards as they were before. With callbacks.EMA, the averaged weights.
+        Modes, generators and buffers are afterwards as they were before. With ``averaged`` weights, if there are such.
 
         Parameters
         ----------
@@ -291,8 +294,9 @@ class Run:
 
         Returns
         -------
-        array or tensor, or dict or tuple of them
-            A row for each sample, in their order, on the CPU; an output without rows is a UsageError.
+        array or tensor, or dict, tuple or list of them
+            A row for each sample, in their order, on the CPU, or an item for each where the output is such a list; an
+            output without either is a UsageError.
         """
         self._check_open()
         check_samples(data, batch_size)

@@ -127,6 +127,10 @@ class Framework(Protocol):
         Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time.
     following : callable or None
         Says what the next step will compute, which may be read while this one is waited for.
+    held : dict of str to object
+        What may keep something from call to call beside the recipe's functions: the model, if it is an object.
+    eval_point : callable
+        Returns where an optimizer with two modes wants the model evaluated, in memory of its own; None if none has two.
     """
 
     name: str
@@ -136,6 +140,8 @@ class Framework(Protocol):
     opened: Callable[[Source], Source]
     environment: AbstractContextManager[None]
     following: Callable[[], Sequence[Todo]] | None
+    held: Any
+    eval_point: Any
 
     @property
     def lr(self) -> float:
@@ -344,12 +350,15 @@ class Engine(Protocol):
         Entered around many steps if nobody looks at the state between them.
     reading : context manager
         Entered around reading a stream in this process: generators and threads are the run's. Re-entrant.
+    eval_point : callable
+        Returns that of the framework, as of the last finished step.
     """
 
     run_state: RunState
     workers: int
     environment: AbstractContextManager[None]
     reading: AbstractContextManager[Any]
+    eval_point: Any
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

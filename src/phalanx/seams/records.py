@@ -41,7 +41,7 @@ class Watch:
     it was left), or, with ``operations``, "operation" and, within the backward pass, "backward" (its
     name; the value is all outputs and, where user code is not being run, file and line of each frame in
     which it was written, from the innermost outwards). The value may be written to later. A framework reports what it
-    can. With ``parameters`` it reports neither modules nor operations, but "model" (what is trained), "written" (a
+    can. With ``parameters`` it reports neither modules nor operations, but "written" (a
     parameter that user code wrote or moved, and how) and "early" (one that had a gradient before the backward pass).
     """
 

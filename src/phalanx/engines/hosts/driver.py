@@ -111,6 +111,9 @@ class Distributed(Changing[Processes]):
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         return self._kept_up(lambda: self.engine.evaluate(metrics, data, batch_size, weights))
 
+    def eval_point(self) -> Weights | None:
+        return self._kept_up(lambda: self.engine.eval_point())
+
     def peek(self) -> dict[str, Any] | None:
         return self._kept_up(lambda: self.engine.peek())
 

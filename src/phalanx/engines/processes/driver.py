@@ -63,7 +63,7 @@ class Processes:
     ) -> None:
         self.run_state = RunState() if run_state is None else run_state
         self.workers, self.reading = placement.workers, framework.environment
-        self._copies = placement.copies
+        self._copies, self._modes = placement.copies, framework.eval_point() is not None
         self._definition, self._framework, self._deadline = definition, framework, deadline or Deadline()
         self._rendezvous, self._alarm = rendezvous, alarm
         self.ended, self.closed, self.lost, self._fetched = "", False, False, -1
@@ -172,6 +172,12 @@ class Processes:
         measured = [reading for readings in self.ask("evaluate", facts) for reading in readings]
         self._deadline.note((time.perf_counter() - began) * self.workers / len(measured), task=True)
         return measured
+
+    def eval_point(self) -> Weights | None:
+        """The optimizer's state is copied home before, if that has two modes."""
+        if self._modes and not self.closed and self._fetched != self._steps:
+            self.fetch()
+        return self._framework.eval_point()
 
     def schedule(self, value: float | Training, epoch: int) -> None:
         """A snapshot is taken at once, since neither evaluated values nor what is frozen follow from the losses."""

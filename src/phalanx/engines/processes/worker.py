@@ -31,7 +31,7 @@ from phalanx.engines.reading import taken
 from phalanx.engines.twice import Twice
 from phalanx.errors import LostError, Trouble, UsageError
 from phalanx.frameworks.registry import open_framework, starting
-from phalanx.plan import evaluation_key, share_bounds
+from phalanx.plan import share_bounds
 from phalanx.plan.lifecycle import next_snapshot
 from phalanx.seams import Framework
 from phalanx.seams.records import Todo, Weights
@@ -40,7 +40,7 @@ from phalanx.shared.inputs import Inputs
 from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.memory import Memories, Memory, fence, give_back, order
 from phalanx.shared.state import CopiedShard, Shard
-from phalanx.step import Proposal, commit, following, measure
+from phalanx.step import Proposal, commit, following
 
 IDLE_YIELDS = 500
 SHARE = 0.005  # of the time may go into snapshots
@@ -274,15 +274,14 @@ class Worker:
     def _evaluate(self, metric_fn: Metrics, data: Any, batch_size: int, weights: Weights | None) -> list[Any]:
         """Measure this worker's block of chunks."""
         shares = self._dealer.chunks(data, batch_size, metric_fn.collate_fn)
-        start, end = share_bounds(len(shares), self._placement.workers)[self._number]
-        seed = self._definition.seed
-        measured: list[Any] = []
-        for chunk in range(start, end):
-            if self._counters.pause == LEAVE:
-                raise Trouble
-            measured.append(measure(self._framework, metric_fn, evaluation_key(seed, chunk), shares[chunk], weights)())
-            self._own.total += 1  # a long evaluation is not silent
-        return measured
+        mine = range(*share_bounds(len(shares), self._placement.workers)[self._number])
+        return self._twice.readings(metric_fn, shares, mine, weights, self._tick)
+
+    def _tick(self) -> None:
+        """Say that a long evaluation goes on, unless it is to be left."""
+        if self._counters.pause == LEAVE:
+            raise Trouble
+        self._own.total += 1
 
     def _peek(self) -> dict[str, Any] | None:
         return self._twice.peek(self._step) if self._number == 0 else None

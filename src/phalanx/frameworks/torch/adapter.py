@@ -18,7 +18,7 @@ from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import StaticShapes, check_static, compiled, surrounded
 from phalanx.frameworks.torch.model import checked
-from phalanx.frameworks.torch.optimizer import retrain, updates_of
+from phalanx.frameworks.torch.optimizer import eval_point, retrain, updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean
@@ -78,12 +78,16 @@ class Torch:
 
     def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
         self._lane = self._lane_on(definition, model)
+        self.held = {"model": self._lane.model}
         self._updates = updates_of(definition, self._lane.named, model)
         contexts = compiled({"make_model": model, **definition.holders})
         check_static(contexts)
         self._shapes.known = bool(contexts)
         facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
         self.sharing: seams.Sharing = Sharing(*facts, self._of_workers, portable=movable and not self._updates.foreign)
+
+    def eval_point(self) -> Weights | None:
+        return eval_point(self._updates)
 
     @property
     def lr(self) -> float:

@@ -5,6 +5,7 @@ Each phase of a step has optimizers of its own, over some of the parameters.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -12,7 +13,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.modules import module
@@ -246,6 +247,25 @@ def retrain(updates: Updates, change: Training) -> None:
         vars(schedule).pop("options_checksum", None)
 
 
+def eval_point(updates: Updates) -> dict[str, torch.Tensor] | None:
+    """The parameters where optimizers with two modes, as schedule-free ones, want a model evaluated; None without any.
+
+    It is computed on a copy: ``train()`` is not the inverse of ``eval()`` in bits.
+    """
+    if not any(map(_has_modes, updates.optimizers)):
+        return None
+    named = copy.deepcopy(updates.named, memo := dict[int, Any]())
+    for optimizer in filter(_has_modes, updates.optimizers):
+        other = _alike(optimizer)  # optimizers copy themselves without attributes of their own
+        vars(other).update(copy.deepcopy(vars(other), memo))
+        other.eval()
+    return {name: parameter.detach() for name, parameter in named}
+
+
+def _has_modes(optimizer: Any) -> bool:
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
 def updates_of(definition: Definition, named: Named, model: torch.nn.Module) -> Updates:
     """The optimizers of a recipe, over all parameters."""
     return Phased(definition, named, model) if definition.phases else Update(definition, named, model)
@@ -329,14 +349,20 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 def step_alone(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dict[str, Any]:
     """The state that a throw-away optimizer of the same kind makes in a step, for one parameter in one group."""
-    kind = type(optimizer)
-    trial = object.__new__(kind)
-    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a schedule wraps it
-    state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-    vars(trial).update(own, param_groups=[options], state=state)
+    trial, state = _alike(optimizer), defaultdict[Any, dict[str, Any]](dict)
+    vars(trial).update(param_groups=[options], state=state)
     with torch.no_grad():
-        inspect.unwrap(kind.step)(trial)
+        inspect.unwrap(type(trial).step)(trial)
     return state[options["params"][0]]
+
+
+def _alike(optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer with the attributes of another."""
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(
+        {name: value for name, value in vars(optimizer).items() if name != "step"}
+    )  # a schedule wraps it
+    return trial
 
 
 def build_optimizers(definition: Definition, named: Named, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
@@ -364,6 +390,8 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
         raise UsageError(f"optimizer returned an empty {type(returned).__name__}; as in {EXAMPLE}")
     for optimizer in optimizers:
         _check_kind(optimizer)
+        if _has_modes(optimizer):
+            cast("Any", optimizer).train()
         for group in optimizer.param_groups:
             if not math.isfinite(group.get("lr", 0.0)):
                 raise UsageError(

@@ -224,7 +224,6 @@ class Lane:
         if not watch.parameters:
             with watching(self.model, watch):
                 return self.gradient(todo, watch=watch)
-        watch.report("model", "model", self.model)
         before = [(parameter.data_ptr(), word_sum(parameter)) for parameter in self.parameters]
         computed = self.gradient(todo, watch=watch)
         for (name, parameter), (address, total) in zip(self.named, before, strict=True):
