@@ -178,8 +178,8 @@ TOLD = {
         r"was Logits\(loss float32\[\], logits float32\[11, 2\]\)",
     ),
     "shapes": (
-        lambda: job(make_model=lambda: nn.Linear(6, 1), loss_fn=F.binary_cross_entropy_with_logits),
-        r"output was float32\[11, 1\], target was int64\[11\].*loss_takes",
+        lambda: job(make_model=lambda: nn.Linear(6, 3), loss_fn=F.binary_cross_entropy_with_logits),
+        r"output was float32\[11, 3\], target was int64\[11\].*loss_takes",
     ),
     "a mixed forward": (
         lambda: recipe(forward_fn=lambda model, batch: (model(batch[0]), batch[1])),

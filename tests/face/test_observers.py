@@ -34,6 +34,9 @@ class Engine:
             raise self.error
         return [[(0.75, 1.0)]]
 
+    def eval_point(self):
+        """No optimizer has two modes."""
+
     def close(self):
         self.closed = True
 

@@ -126,6 +126,9 @@ class Machine:
     def rewind(self):
         """Gradients leave nothing behind."""
 
+    def eval_point(self):
+        """The optimizer has one mode."""
+
     def schedule(self, loss, epoch=None):
         self.state.option = scheduled(self.state.option, loss)
 

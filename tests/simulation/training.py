@@ -76,6 +76,9 @@ class Machine:
             self._schedule.kill(self._worker)
             raise
 
+    def eval_point(self):
+        """The optimizer has one mode."""
+
     @property
     def _steps(self):
         return len(self.run_state.loss_history)
