@@ -9,6 +9,7 @@ of random generators follow from paths, so their spelling decides bits.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import os
@@ -17,7 +18,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from phalanx.definition.plain import content
@@ -28,6 +29,10 @@ PYTHON = "python"
 MOST = 1000  # items of a container
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
+READS = (  # instructions that read a global, and an attribute
+    ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"),
+    ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"),
+)
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
@@ -51,7 +56,7 @@ def values(roots: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, (list, dict, set, deque)):
             entries[f"{path} (its length)"] = len(value)
         elif hasattr(type(value), "__array__"):
-            entries[path] = _checksum(value)
+            entries[path] = checksum(value)
     return entries
 
 
@@ -65,7 +70,8 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
     ]
 
 
-def _checksum(array: Any) -> Any:
+def checksum(array: Any) -> Any:
+    """A checksum of an array's bytes, or what else tells it from others."""
     try:
         return (zlib.crc32(content(array)),)
     except Exception:  # no array of numbers in host memory that numpy knows
@@ -128,15 +134,29 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield f" (its variable {name})", cell.cell_contents
     yield ".__defaults__", function.__defaults__
     yield ".__kwdefaults__", function.__kwdefaults__
-    if installed(function.__module__) is None:
-        names = dict.fromkeys(name for code in nested(function.__code__) for name in code.co_names)
-        for name in names:
+    if module_of(function) is None:
+        names, read, _ = named(function.__code__)
+        for name in read:
             value = function.__globals__.get(name)
             if not isinstance(value, ModuleType):
                 yield f" (its global {name})", value
             elif installed(value.__name__) is None:
                 for inner in names:
                     yield f" (its global {name}.{inner})", vars(value).get(inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def named(code: CodeType) -> tuple[list[str], ...]:
+    """The names in a function and in those inside it; those that it reads as globals; those of attributes it reads."""
+    codes = list(nested(code))
+    names = list(dict.fromkeys(name for each in codes for name in each.co_names))
+    read = {(item.opname, item.argval) for each in codes for item in dis.get_instructions(each)}
+    return names, *([name for name in names if any((how, name) in read for how in ways)] for ways in READS)
+
+
+def module_of(function: FunctionType) -> str | None:
+    """The installed package whose code a function is. A wrapper of a library's has the __module__ of what it wraps."""
+    return installed(function.__globals__.get("__name__"))
 
 
 def installed(module: Any) -> str | None:

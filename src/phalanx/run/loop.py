@@ -18,11 +18,13 @@ from phalanx.definition.checks import warn
 from phalanx.definition.data import spelled
 from phalanx.definition.evaluation import Evaluation, Metrics, Predictions, check_metric, meant
 from phalanx.definition.fields import Definition
+from phalanx.definition.steady import Steady
 from phalanx.definition.streams import Supply
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
 from phalanx.surroundings import interrupts
+from phalanx.surroundings.presence import CURRENT
 
 
 class Again(NamedTuple):
@@ -73,7 +75,8 @@ class Loop:
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting, self._names = waiting, dict[str, bool]()
         self._observers = tuple(observers)
-        self._data = Unchanged(definition.source)
+        self._data, self._code = Unchanged(definition.source), Steady(definition)
+        self._followed = True  # whether it was asked after the last step
         self._heard = 0  # incidents that the observers have heard of
         self._elsewhere = 0  # incidents that observers of another process heard of, while that one reported
         self._ended = ""  # why no step can follow
@@ -117,6 +120,8 @@ class Loop:
         if self._completing:
             raise UsageError("a step was asked for in the middle of another; ask after that step, not in a callback")
         self._data.check(contents=False)
+        if self._followed:
+            self._code.check(self.steps)
         self._unbroken(functools.partial(self._updated, batch, watched=watched))
         return self._report
 
@@ -185,7 +190,7 @@ class Loop:
 
     def _updated(self, batch: Any, *, watched: bool) -> StepReport:
         """Do the updates of a step."""
-        epoch = None
+        epoch, outer = None, (CURRENT.step, CURRENT.epoch)  # of a run whose code does this one
         try:
             if self._supply is not None and batch is None:
                 batch = self._supply.draw(self.steps)
@@ -200,6 +205,11 @@ class Loop:
             for observer in self._observers:
                 observer.failed(error)
             raise
+        finally:
+            CURRENT.step, CURRENT.epoch = outer
+            self._followed = watched
+            if watched:
+                self._code.settle()
         if epoch is not None:
             report = report._replace(epoch=epoch)
         if self._first is not None:
@@ -350,14 +360,18 @@ class Loop:
     def _measured(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> dict[str, Any]:
         """The values of metrics over all of ``data``."""
         self.check_able()
-        readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
-        try:
-            return metrics.fold(readings)
-        except PhalanxError:
-            raise
-        except Exception as error:
-            message = f"{type(error).__name__} in user code while evaluating all samples: {spelled(error)}"
-            raise WorkerError(message) from error
+        with contextlib.ExitStack() as after:
+            if self._followed:
+                self._code.check(self.steps)
+                after.callback(self._code.settle)
+            readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
+            try:
+                return metrics.fold(readings)
+            except PhalanxError:
+                raise
+            except Exception as error:
+                message = f"{type(error).__name__} in user code while evaluating all samples: {spelled(error)}"
+                raise WorkerError(message) from error
 
     def _horizon(self) -> int:
         """How many steps may be done before somebody looks at the state."""
