@@ -17,7 +17,7 @@ import platform
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -27,17 +27,21 @@ from phalanx.surroundings.sources import is_installed, nested
 OWN = __name__.partition(".")[0]
 PYTHON = "python"
 MOST = 1000  # items of a container
+FEW = 32  # items of one whose values are compared after every step
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
-READS = (  # instructions that read a global, and an attribute
-    ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"),
-    ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"),
-)
+GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # instructions that read one
+ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
-def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, object) of all that ``roots`` lead to, each object once, with the first path that leads there."""
+def reachable(
+    roots: Mapping[str, Any], names: Container[str] | None = None, without: Container[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """(path, object) of all that ``roots`` lead to, each object once, with the first path that leads there.
+
+    ``names``: of attributes that are followed, in place of all. ``without``: paths that are not.
+    """
     queue = deque(roots.items())
     seen: dict[int, Any] = {}  # objects are kept, so that no other gets their id meanwhile
     while queue and len(seen) < ALL:
@@ -45,7 +49,8 @@ def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, PLAIN) and id(value) not in seen:
             seen[id(value)] = value
             yield path, value
-            queue.extend((path + step, part) for step, part in parts_of(value))
+            parts = parts_of(value, names)
+            queue.extend((path + step, part) for step, part in parts if path + step not in without)
 
 
 def values(roots: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,9 +94,15 @@ def held_by(value: Any) -> dict[str, Any]:
             if inspect.ismemberdescriptor(slot):
                 with contextlib.suppress(AttributeError):  # not assigned yet
                     held.setdefault(name, slot.__get__(value))
-    with contextlib.suppress(AttributeError, TypeError):
-        held |= object.__getattribute__(value, "__dict__")
-    return held
+    return held | own_of(value)
+
+
+def own_of(value: Any) -> Mapping[str, Any]:
+    """The dict of an object itself; empty where it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
 
 
 def function_of(value: Any) -> Any:
@@ -101,8 +112,9 @@ def function_of(value: Any) -> Any:
     return value.fget if isinstance(value, property) else value
 
 
-def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that a value holds directly, each with the step that leads there."""
+def parts_of(value: Any, names: Container[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """The objects that a value holds directly, each with the step that leads there; ``names`` as in ``reachable``."""
+    most = MOST if names is None else FEW
     if isinstance(value, ModuleType):
         return
     if isinstance(value, FunctionType):
@@ -113,19 +125,24 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".__self__", value.__self__), (".__func__", value.__func__))
     elif isinstance(value, BuiltinFunctionType):
         yield ".__self__", value.__self__
-    elif isinstance(value, dict) and dict.__len__(value) <= MOST:
+    elif isinstance(value, dict) and dict.__len__(value) <= most:
         own = type(value).__module__ in ("builtins", "collections")  # another class may load what it is asked for
         for number, (key, item) in enumerate(value.items() if own else dict.items(value)):
             yield f"[{key!r}]" if isinstance(key, (str, int)) else f"[item {number}]", item
-    elif isinstance(value, (list, tuple, deque)) and len(value) <= MOST:
+    elif isinstance(value, (list, tuple, deque)) and len(value) <= most:
         for number, item in enumerate(value):
             yield f"[{number}]", item
     if not isinstance(value, type):
-        yield from ((f".{name}", function_of(item)) for name, item in held_by(value).items())
+        yield from _members(held_by(value), names)
         yield ".__class__", type(value)
     elif installed(value.__module__) is None:
-        yield from ((f".{name}", function_of(item)) for name, item in list(vars(value).items()))
+        yield from _members(vars(value), names)
         yield from ((f".__bases__[{number}]", base) for number, base in enumerate(value.__bases__))
+
+
+def _members(held: Mapping[str, Any], names: Container[str] | None) -> list[tuple[str, Any]]:
+    known = [item for item in held.items() if names is None or item[0] in names]
+    return [(f".{name}", function_of(item)) for name, item in known]
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -135,8 +152,9 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield ".__defaults__", function.__defaults__
     yield ".__kwdefaults__", function.__kwdefaults__
     if module_of(function) is None:
-        names, read, _ = named(function.__code__)
-        for name in read:
+        names = dict.fromkeys(name for code in nested(function.__code__) for name in code.co_names)
+        read = named(function.__code__, GLOBAL)
+        for name in filter(read.__contains__, names):
             value = function.__globals__.get(name)
             if not isinstance(value, ModuleType):
                 yield f" (its global {name})", value
@@ -146,12 +164,9 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def named(code: CodeType) -> tuple[list[str], ...]:
-    """The names in a function and in those inside it; those that it reads as globals; those of attributes it reads."""
-    codes = list(nested(code))
-    names = list(dict.fromkeys(name for each in codes for name in each.co_names))
-    read = {(item.opname, item.argval) for each in codes for item in dis.get_instructions(each)}
-    return names, *([name for name in names if any((how, name) in read for how in ways)] for ways in READS)
+def named(code: CodeType, how: tuple[str, ...]) -> set[str]:
+    """The names that the instructions ``how`` have in a function and in those inside it."""
+    return {item.argval for each in nested(code) for item in dis.get_instructions(each) if item.opname in how}
 
 
 def module_of(function: FunctionType) -> str | None:

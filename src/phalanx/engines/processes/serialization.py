@@ -35,7 +35,7 @@ import numpy as np
 from phalanx.definition import checks
 from phalanx.definition.batches import bounds
 from phalanx.definition.fields import Definition
-from phalanx.definition.reachable import module_of, named
+from phalanx.definition.reachable import GLOBAL, module_of, named
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warnings, numeric_environment
 from phalanx.frameworks.registry import reduced as reduced_by_frameworks
@@ -352,7 +352,7 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not assigned yet
                 yield f" (its variable {name})", cell.cell_contents
-        for name in () if module_of(thing) else named(thing.__code__)[1]:
+        for name in () if module_of(thing) else named(thing.__code__, GLOBAL):
             if name in thing.__globals__:
                 yield f" (its global {name})", thing.__globals__[name]
     for name, value in getattr(thing, "__dict__", {}).items() if not isinstance(thing, type) else ():
