@@ -16,7 +16,7 @@ import inspect
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -56,9 +56,13 @@ class Steady:
     Parameters
     ----------
     definition : Definition
+    callbacks : sequence
+        What they call themselves is no code of the recipe.
     """
 
-    def __init__(self, definition: Definition) -> None:
+    def __init__(self, definition: Definition, callbacks: Sequence[Any] = ()) -> None:
+        calls = [getattr(type(callback), "__call__", None) for callback in callbacks]  # noqa: B004
+        self._theirs = {getattr(call, "__code__", None) for call in calls}
         roots = dict(roots_of(definition))
         if not isinstance(definition.source, Samples):  # columns are watched elsewhere; a stream is read in one process
             del roots["data"]
@@ -104,7 +108,7 @@ class Steady:
         """A step or an evaluation has ended: what it changed is its own from now on."""
         if not self._same():
             pairs = zip(self._known.items(), self._reads, strict=True)
-            self._own |= {path for (path, old), (get, key) in pairs if _got(get, key) is not old}
+            self._own |= {path.removesuffix(LENGTH) for (path, old), (get, key) in pairs if _got(get, key) is not old}
             self._reads, self._known = self._look()
 
     def _same(self) -> bool:
@@ -118,13 +122,16 @@ class Steady:
         """How all values are read again, and themselves by their paths."""
         reads, known = list[Any](), dict[str, Any]()
         for name, root, names in self._roots:
-            count, found = 0, list[tuple[str, Any]]()
-            while count != len(names):  # methods that were found say more names
-                count = len(names)
+            before, found = None, list[tuple[str, Any]]()
+            while before != (before := len(names) + len(self._own)):  # methods that were found say more names
                 found = list(itertools.islice(reachable({name: root}, names, self._own), MOST))
-                for _, value in found:
+                for path, value in found:
                     for code in [value, *(getattr(type(value), name, None) for name in CALLED)]:
-                        if isinstance(code, FunctionType) and (code is not value or module_of(code) is None):
+                        if not isinstance(code, FunctionType) or (code is value and module_of(code)):
+                            continue
+                        if code.__code__ in self._theirs or path.endswith(".__self__.__class__.__call__"):
+                            self._own.add(path)
+                        else:
                             names |= named(code.__code__, ATTRIBUTE)
             for path, value in found:
                 for step, get, key in _reads(value, names):
@@ -165,7 +172,7 @@ def _reads(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[An
         usual = next((scope[name] for scope in above if name in scope), None)
         if inspect.ismemberdescriptor(usual):
             yield f".{name}", usual.__get__, value
-        elif usual is None or inspect.isroutine(usual) or isinstance(usual, property):
+        elif usual is None or name in CALLED or isinstance(usual, property):
             yield f".{name}", own.__getitem__, name
         else:
             yield f".{name}", functools.partial(own.get, name), usual

@@ -75,7 +75,8 @@ class Loop:
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting, self._names = waiting, dict[str, bool]()
         self._observers = tuple(observers)
-        self._data, self._code = Unchanged(definition.source), Steady(definition)
+        self._data = Unchanged(definition.source)
+        self._code = Steady(definition, [getattr(each, "callback", None) for each in observers])
         self._followed = True  # whether it was asked after the last step
         self._heard = 0  # incidents that the observers have heard of
         self._elsewhere = 0  # incidents that observers of another process heard of, while that one reported
