@@ -141,8 +141,7 @@ def parts_of(value: Any, names: Container[str] | None = None) -> Iterator[tuple[
 
 
 def _members(held: Mapping[str, Any], names: Container[str] | None) -> list[tuple[str, Any]]:
-    known = [item for item in held.items() if names is None or item[0] in names]
-    return [(f".{name}", function_of(item)) for name, item in known]
+    return [(f".{name}", function_of(item)) for name, item in list(held.items()) if names is None or name in names]
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:

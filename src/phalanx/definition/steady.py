@@ -127,8 +127,8 @@ class Steady:
                 found = list(itertools.islice(reachable({name: root}, names, self._own), MOST))
                 for path, value in found:
                     for code in [value, *(getattr(type(value), name, None) for name in CALLED)]:
-                        if not isinstance(code, FunctionType) or (code is value and module_of(code)):
-                            continue
+                        if not isinstance(code, FunctionType) or (code is value) == bool(module_of(code)):
+                            continue  # of an object, a user's own methods are found by themselves
                         if code.__code__ in self._theirs or path.endswith(".__self__.__class__.__call__"):
                             self._own.add(path)
                         else:
@@ -151,10 +151,13 @@ def _got(get: Callable[[Any], Any], key: Any) -> Any:
 def _reads(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
     """The step to each part of a value that code with these names can read, and get(key), which reads it again."""
     if isinstance(value, CONTAINERS):
-        keys = value if isinstance(value, dict) else range(0 if isinstance(value, set) else len(value))
         if len(value) <= FEW:
             yield LENGTH, len, value
-            yield from ((f"[{key!r}]", value.__getitem__, key) for key in keys)
+            for number, key in enumerate(() if isinstance(value, set) else list(value)):
+                if isinstance(value, dict):  # get adds nothing to a defaultdict
+                    yield f"[{key!r}]", functools.partial(dict.get, value), key
+                else:
+                    yield f"[{number}]", value.__getitem__, number
         return
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -170,11 +173,11 @@ def _reads(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[An
         own, above = {} if installed(value.__module__) else own, []
     for name in names:
         usual = next((scope[name] for scope in above if name in scope), None)
-        if inspect.ismemberdescriptor(usual):
-            yield f".{name}", usual.__get__, value
-        elif usual is None or name in CALLED or isinstance(usual, property):
+        if name in own:
             yield f".{name}", own.__getitem__, name
-        else:
+        elif inspect.ismemberdescriptor(usual):
+            yield f".{name}", usual.__get__, value
+        elif usual is not None and name not in CALLED and not isinstance(usual, property):
             yield f".{name}", functools.partial(own.get, name), usual
 
 

@@ -20,6 +20,7 @@ import mmap
 import operator
 import os
 import pickle
+import re
 import struct
 import sys
 import warnings
@@ -35,7 +36,7 @@ import numpy as np
 from phalanx.definition import checks
 from phalanx.definition.batches import bounds
 from phalanx.definition.fields import Definition
-from phalanx.definition.reachable import GLOBAL, module_of, named
+from phalanx.definition.reachable import module_of, parts_of
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warnings, numeric_environment
 from phalanx.frameworks.registry import reduced as reduced_by_frameworks
@@ -45,7 +46,6 @@ from phalanx.surroundings import sources
 Reducer = Callable[[Any], Any]
 _DEFINED: weakref.WeakSet[type] = weakref.WeakSet()  # in a worker, classes that came by value
 NUMBER = struct.Struct("<q")
-CONTAINERS = (dict, list, tuple, set, frozenset)
 DEPTH = 6
 NAMELESS = "<dynamic-code>"  # what stands in place of a file's name
 WORTH_CHECKING = 1 << 26  # bytes
@@ -342,21 +342,8 @@ def _culprit(thing: Any, reducer: Reducer, path: str = "", depth: int = 0) -> tu
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, dict):
-        for key, value in thing.items():
-            yield (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"), value
-    elif isinstance(thing, CONTAINERS):
-        for position, value in enumerate(thing):
-            yield f"[{position}]", value
-    if isinstance(thing, FunctionType):
-        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not assigned yet
-                yield f" (its variable {name})", cell.cell_contents
-        for name in () if module_of(thing) else named(thing.__code__, GLOBAL):
-            if name in thing.__globals__:
-                yield f" (its global {name})", thing.__globals__[name]
-    for name, value in getattr(thing, "__dict__", {}).items() if not isinstance(thing, type) else ():
-        yield "" if name.startswith("_") else f".{name}", value  # its user does not know private names
+    for step, part in parts_of(thing):  # its user does not know private names
+        yield "" if step.startswith("._") else re.sub(r"\['([^\W\d]\w*)'\]", r".\1", step), part
 
 
 def _travels(thing: Any, reducer: Reducer) -> bool:
