@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.definition.reachable import reachable
 from phalanx.checkpoint.chained import NEXT, Behaviour
 from phalanx.definition import plain
 from phalanx.definition.described import compare, described
@@ -387,3 +388,24 @@ def test_every_family_is_told_from_all_others():
     for one, other in zip(found, again, strict=True):
         told = compare(one, json.loads(json.dumps(other)))
         assert (told.differs, told.hints, told.versions) == ([], [], [])
+
+
+class Counting(torch.nn.Module):
+    """Has an attribute of the name of a global, which it never reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.counter = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.counter(x)
+
+
+counter = [0]
+
+
+def test_an_attribute_is_no_global():
+    """A global that code does not read is no hint, though an attribute has its name; one that it reads is."""
+    paths = {path for path, _ in reachable({"make_model": Counting, "loss_fn": lambda x: counter[0] * x})}
+    assert "loss_fn (its global counter)" in paths
+    assert not [path for path in paths if "counter" in path and path.startswith("make_model")]
