@@ -13,12 +13,11 @@ import torch
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.definition.reachable import reachable
 from phalanx.checkpoint.chained import NEXT, Behaviour
 from phalanx.definition import plain
 from phalanx.definition.described import compare, described
 from phalanx.definition.plain import array_summary, container_summary
-from phalanx.definition.reachable import installed
+from phalanx.definition.reachable import installed, reachable
 from tests.exactness.test_phases import recipe as with_phases
 from tests.families import FAMILIES, FEATURES
 from tests.state.runs import assert_same, bytes_of, engine_of, folder_of, killed, norm_recipe, steps_in
