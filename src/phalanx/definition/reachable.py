@@ -30,9 +30,7 @@ MOST = 1000  # items of a container
 FEW = 32  # items of one whose values are compared after every step
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
-GLOBAL = (  # instructions that read one; what is imported inside is mostly the same as outside
-    "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM",
-)  # fmt: skip
+GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # instructions that read one
 ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
@@ -96,7 +94,7 @@ def held_by(value: Any) -> dict[str, Any]:
             if inspect.ismemberdescriptor(slot):
                 with contextlib.suppress(AttributeError):  # not assigned yet
                     held.setdefault(name, slot.__get__(value))
-    return held | own_of(value)
+    return {**held, **own_of(value)}
 
 
 def own_of(value: Any) -> Mapping[str, Any]:

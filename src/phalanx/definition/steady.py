@@ -153,10 +153,10 @@ def _reads(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[An
     if isinstance(value, CONTAINERS):
         if len(value) <= FEW:
             yield LENGTH, len, value
-            for number, key in enumerate(() if isinstance(value, set) else list(value)):
+            for number, key in enumerate(list(value)):
                 if isinstance(value, dict):  # get adds nothing to a defaultdict
                     yield f"[{key!r}]", functools.partial(dict.get, value), key
-                else:
+                elif isinstance(value, (list, deque)):
                     yield f"[{number}]", value.__getitem__, number
         return
     if isinstance(value, FunctionType):
