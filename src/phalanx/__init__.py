@@ -33,7 +33,7 @@ from phalanx.recipe import Recipe, close, train
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.records import Evaluated, Incident, StepReport
-from phalanx.surroundings.presence import current_step
+from phalanx.surroundings.presence import current_epoch, current_step
 from phalanx.tuning import find_lr, tune
 
 __version__ = "0.1.0"
@@ -64,6 +64,7 @@ __all__ = [
     "Verified",
     "WorkerError",
     "close",
+    "current_epoch",
     "current_step",
     "diff",
     "digest",

@@ -210,7 +210,7 @@ def todo(definition: Definition, t: int, replicas: Sequence[int], shares: Sequen
     """What there is to compute for these replicas in step ``t``, which is the current one from here on."""
     seed, count = definition.seed, definition.replicas
     step, phase, *_ = definition.rounds.at(t)
-    CURRENT.step = step
+    CURRENT.step, CURRENT.epoch = step, shares[0].epoch
     weights = share_weights([len(share.samples) for share in shares])
     return [
         Todo(replica, replica_key(seed, step, replica, count, phase), shares[replica], weights[replica], phase)

@@ -25,6 +25,7 @@ FIRST_RUNG = {
     "close",
     "digest",
     "weighted",
+    "current_epoch",
     "current_step",
     "whole",
     "find_lr",

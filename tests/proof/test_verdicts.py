@@ -231,3 +231,38 @@ def test_a_file_in_a_folder_with_a_colon(tmp_path):
     assert load_recipe(f"{folder / 'job.py'}:recipe")[0].replicas == 4
     with pytest.raises(phalanx.UsageError, match=r"no recipe named .other.; .* or try FILE:recipe"):
         load_recipe(f"{folder / 'job.py'}:other")
+
+
+@dataclasses.dataclass
+class Freezing:
+    """Freezes parameters after a step."""
+
+    after: int
+    names: tuple = ("first.*",)
+    run: object = None
+
+    def begin(self, run):
+        self.run = run
+
+    def step(self, report):
+        if report.step == self.after:
+            self.run.freeze(*self.names)
+
+
+def test_what_was_frozen_is_named(tmp_path):
+    """Where runs differ in what was frozen, diff says so; where they froze the same, or after the end, it does not."""
+    job, folders = recipe(steps=6), {}
+    for name, callbacks in {
+        "plain": (), "frozen": [Freezing(2)], "again": [Freezing(2)], "later": [Freezing(3)], "last": [Freezing(5)]
+    }.items():  # fmt: skip
+        folders[name] = tmp_path / name
+        job.train(run_dir=folders[name], callbacks=callbacks, progress=False, engine="inline")
+    told = {name: phalanx.diff(folders["frozen"], folders[name]) for name in folders}
+    assert told["again"] is None
+    assert told["plain"].step == told["later"].step == 3
+    assert "before step 3: first.bias, first.weight frozen in" in str(told["plain"]).replace(
+        "first.weight, first.bias", "first.bias, first.weight"
+    )
+    assert "nothing frozen or thawed in" in told["plain"].fields["trained"]
+    assert told["later"].fields["trained"].startswith("before step 3: ")
+    assert phalanx.diff(folders["plain"], folders["last"]) is None

@@ -92,6 +92,13 @@ def test_wrong_arguments(job, case):
         load_recipe(f"{job}:{name}", [argument] if argument else ())
 
 
+def test_an_argument_that_is_given_twice(job):
+    """It is refused by name, even with the same value; the last one does not win in silence."""
+    for twice in (["lr=1", "lr=2"], ["lr=1", "seed=3", "lr=1"]):
+        with pytest.raises(phalanx.UsageError, match="lr is given 2 times; give it once"):
+            load_recipe(job, twice)
+
+
 def test_a_run_knows_its_arguments(here, job, tmp_path):
     """verify, certify and replay call the function as the run did; a resume with other arguments is refused."""
     trained(here, tmp_path, "run", "lr=0.1", "seed=3")

@@ -73,7 +73,7 @@ TABLE = {
         "refused",
         given="loss_fn=late_loss",
         helpers=("x / 2", "x / 3"),
-        told="loss_fn (its global halved) reads differently",
+        told="replica 0 of step 2 comes to another loss, another gradient",
     ),
     "item of a global": Change(
         "refused",

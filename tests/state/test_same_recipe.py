@@ -17,7 +17,7 @@ from phalanx.checkpoint.chained import NEXT, Behaviour
 from phalanx.definition import plain
 from phalanx.definition.described import compare, described
 from phalanx.definition.plain import array_summary, container_summary
-from phalanx.definition.reachable import installed
+from phalanx.definition.reachable import installed, reachable
 from tests.exactness.test_phases import recipe as with_phases
 from tests.families import FAMILIES, FEATURES
 from tests.state.runs import assert_same, bytes_of, engine_of, folder_of, killed, norm_recipe, steps_in
@@ -387,3 +387,23 @@ def test_every_family_is_told_from_all_others():
     for one, other in zip(found, again, strict=True):
         told = compare(one, json.loads(json.dumps(other)))
         assert (told.differs, told.hints, told.versions) == ([], [], [])
+
+
+class Counting(torch.nn.Module):
+    """Has an attribute of the name of a global, which it never reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.counter = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.counter(x)
+
+
+counter = [0]
+
+
+def test_an_attribute_is_no_global():
+    """A global that code does not read is no hint, though an attribute has its name; one that it reads is."""
+    assert "loss_fn (its global counter)" in dict(reachable({"loss_fn": lambda x: counter[0] * x}))
+    assert not [path for path, _ in reachable({"make_model": Counting}) if "global counter" in path]

@@ -33,9 +33,11 @@ def called(function: Callable[..., Any], where: str, given: Given) -> tuple[Reci
         An argument is unknown or of another type than its default, or it returns something else.
     """
     defaults = _defaults(function, where)
-    pairs = given if isinstance(given, Mapping) else dict(_parted(text) for text in given)
-    arguments = dict(defaults)
-    for name, value in pairs.items():
+    pairs = list(given.items()) if isinstance(given, Mapping) else [_parted(text) for text in given]
+    arguments, named = dict(defaults), [name for name, _ in pairs]
+    for name, value in pairs:
+        if named.count(name) > 1:
+            raise UsageError(f"{name} is given {named.count(name)} times; give it once: {name}={value}")
         if name not in defaults:
             raise UsageError(f"{name} is no argument of {where}; {_listed(defaults)}")
         try:

@@ -89,17 +89,17 @@ class BatchShares:
             source, lambda index: generators.seed(plan.sample_key(step, index), owned), self._first
         )
         ahead = self._ahead is not None and isinstance(source, Samples)
-        shares: list[Share] = []
+        epoch, shares = plan.epoch(step), list[Share]()
         for replica, indices in enumerate(plan.shares(step)):
             reads = functools.partial(self._ahead, step, replica, read) if ahead else read  # type: ignore[arg-type]
-            shares.append(Share(indices, reads, collated, "data"))
+            shares.append(Share(indices, reads, collated, "data", epoch=epoch))
         return shares
 
     def brought(self, batch: Any) -> list[Share]:
         """The shares of a batch that the caller or a stream brought, cut as ``numpy.array_split`` does."""
-        replicas = self._definition.replicas
+        replicas, epoch = self._definition.replicas, None
         if isinstance(batch, Drawn):  # messages name samples by their numbers in the epoch
-            numbers, origin = np.array(batch.numbers, dtype=np.int64), "data"
+            numbers, origin, epoch = np.array(batch.numbers, dtype=np.int64), "data", batch.epoch
             source: Source = Samples(dict(zip(batch.numbers, batch.samples, strict=True)), random=False)
         else:
             source = self._opened(open_batch(batch))
@@ -111,7 +111,8 @@ class BatchShares:
             )
         read, collated = self._reader(source, _unseeded)
         return [
-            Share(numbers[start:end], read, collated, origin) for start, end in share_bounds(len(numbers), replicas)
+            Share(numbers[start:end], read, collated, origin, epoch=epoch)
+            for start, end in share_bounds(len(numbers), replicas)
         ]
 
     def chunks(self, data: Any, batch_size: int, collate: Callable[[Any], Any] | None = None) -> Chunks:

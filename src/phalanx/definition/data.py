@@ -36,6 +36,8 @@ class Share:
         Whether ``read`` gives a batch, or a list of samples that is still to be collated.
     collate : callable, optional
         Collates them in place of the recipe's.
+    epoch : int, optional
+        The pass over the data; None where the caller brought the batch.
     """
 
     samples: Indices
@@ -43,6 +45,7 @@ class Share:
     collated: bool
     origin: str
     collate: Callable[[list[Any]], Any] | None = None
+    epoch: int | None = None
 
     def cut(self, parts: int) -> list[Share]:
         """At most ``parts`` shares of these samples, as ``numpy.array_split`` cuts them, none empty.

@@ -65,7 +65,7 @@ def described(definition: Definition) -> dict[str, Any]:
     data = _data(definition)
     weights = {} if definition.weights is None else {"weights": _summary(array_summary, definition.weights)}
     values, hints = _fields(definition), dict[str, str]()
-    for name, root in _roots(definition):
+    for name, root in roots_of(definition):
         if name == "data" and any(digest for _, digest in data.values()):
             continue
         for path, text in itertools.islice(_led_to(name, root, met), MOST_HINTS):
@@ -166,7 +166,7 @@ def _fields(definition: Definition) -> dict[str, str]:
     return values
 
 
-def _roots(definition: Definition) -> Iterator[tuple[str, Any]]:
+def roots_of(definition: Definition) -> Iterator[tuple[str, Any]]:
     """The functions and objects that are searched, by name."""
     for name in (*CODE, *OPTIONS):
         yield name, getattr(definition, name)

@@ -9,6 +9,7 @@ of random generators follow from paths, so their spelling decides bits.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import os
@@ -16,8 +17,8 @@ import platform
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Container, Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from phalanx.definition.plain import content
@@ -26,15 +27,23 @@ from phalanx.surroundings.sources import is_installed, nested
 OWN = __name__.partition(".")[0]
 PYTHON = "python"
 MOST = 1000  # items of a container
+FEW = 32  # items of one whose values are compared after every step
 ALL = 100_000  # objects
 SHORT = 60  # letters of two values that are shown
 Place = tuple[Any, Any]  # a list or dict, and what it held
 LIST = "a list"
+GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")  # instructions that read one
+ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
-def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, object) of all that ``roots`` lead to, each object once, with the first path that leads there."""
+def reachable(
+    roots: Mapping[str, Any], names: Container[str] | None = None, without: Container[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """(path, object) of all that ``roots`` lead to, each object once, with the first path that leads there.
+
+    ``names``: of attributes that are followed, in place of all. ``without``: paths that are not.
+    """
     queue = deque(roots.items())
     seen: dict[int, Any] = {}  # objects are kept, so that no other gets their id meanwhile
     while queue and len(seen) < ALL:
@@ -42,7 +51,8 @@ def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, PLAIN) and id(value) not in seen:
             seen[id(value)] = value
             yield path, value
-            queue.extend((path + step, part) for step, part in parts_of(value))
+            parts = parts_of(value, names)
+            queue.extend((path + step, part) for step, part in parts if path + step not in without)
 
 
 def values(roots: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +63,7 @@ def values(roots: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, (list, dict, set, deque)):
             entries[f"{path} (its length)"] = len(value)
         elif hasattr(type(value), "__array__"):
-            entries[path] = _checksum(value)
+            entries[path] = checksum(value)
     return entries
 
 
@@ -70,7 +80,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 def holding(roots: Mapping[str, Any]) -> list[Place]:
     """The lists and dicts that ``roots`` lead to, also those of attributes, each with a copy of what it holds."""
     found = [value for _, value in reachable(roots) if not isinstance(value, ModuleType)]
-    return [(place, place.copy()) for value in found for place in (value, _own(value)) if type(place) in (dict, list)]
+    return [(place, place.copy()) for value in found for place in (value, own_of(value)) if type(place) in (dict, list)]
 
 
 def put_back(places: Iterable[Place]) -> list[str]:
@@ -91,7 +101,8 @@ def put_back(places: Iterable[Place]) -> list[str]:
     return names
 
 
-def _checksum(array: Any) -> Any:
+def checksum(array: Any) -> Any:
+    """A checksum of an array's bytes, or what else tells it from others."""
     try:
         return (zlib.crc32(content(array)),)
     except Exception:  # no array of numbers in host memory that numpy knows
@@ -109,13 +120,15 @@ def held_by(value: Any) -> dict[str, Any]:
             if inspect.ismemberdescriptor(slot):
                 with contextlib.suppress(AttributeError):  # not assigned yet
                     held.setdefault(name, slot.__get__(value))
-    return held | _own(value)
+    return {**held, **own_of(value)}
 
 
-def _own(value: Any) -> Any:
-    with contextlib.suppress(AttributeError, TypeError):
+def own_of(value: Any) -> Mapping[str, Any]:
+    """The dict of an object itself; empty where it has none."""
+    try:
         return object.__getattribute__(value, "__dict__")
-    return {}
+    except (AttributeError, TypeError):
+        return {}
 
 
 def function_of(value: Any) -> Any:
@@ -125,8 +138,9 @@ def function_of(value: Any) -> Any:
     return value.fget if isinstance(value, property) else value
 
 
-def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that a value holds directly, each with the step that leads there."""
+def parts_of(value: Any, names: Container[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """The objects that a value holds directly, each with the step that leads there; ``names`` as in ``reachable``."""
+    most = MOST if names is None else FEW
     if isinstance(value, ModuleType):
         return
     if isinstance(value, FunctionType):
@@ -137,19 +151,23 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".__self__", value.__self__), (".__func__", value.__func__))
     elif isinstance(value, BuiltinFunctionType):
         yield ".__self__", value.__self__
-    elif isinstance(value, dict) and dict.__len__(value) <= MOST:
+    elif isinstance(value, dict) and dict.__len__(value) <= most:
         own = type(value).__module__ in ("builtins", "collections")  # another class may load what it is asked for
         for number, (key, item) in enumerate(value.items() if own else dict.items(value)):
             yield f"[{key!r}]" if isinstance(key, (str, int)) else f"[item {number}]", item
-    elif isinstance(value, (list, tuple, deque)) and len(value) <= MOST:
+    elif isinstance(value, (list, tuple, deque)) and len(value) <= most:
         for number, item in enumerate(value):
             yield f"[{number}]", item
     if not isinstance(value, type):
-        yield from ((f".{name}", function_of(item)) for name, item in held_by(value).items())
+        yield from _members(held_by(value), names)
         yield ".__class__", type(value)
     elif installed(value.__module__) is None:
-        yield from ((f".{name}", function_of(item)) for name, item in list(vars(value).items()))
+        yield from _members(vars(value), names)
         yield from ((f".__bases__[{number}]", base) for number, base in enumerate(value.__bases__))
+
+
+def _members(held: Mapping[str, Any], names: Container[str] | None) -> list[tuple[str, Any]]:
+    return [(f".{name}", function_of(item)) for name, item in list(held.items()) if names is None or name in names]
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -158,15 +176,27 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield f" (its variable {name})", cell.cell_contents
     yield ".__defaults__", function.__defaults__
     yield ".__kwdefaults__", function.__kwdefaults__
-    if installed(function.__module__) is None:
+    if module_of(function) is None:
         names = dict.fromkeys(name for code in nested(function.__code__) for name in code.co_names)
-        for name in names:
+        read = named(function.__code__, GLOBAL)
+        for name in filter(read.__contains__, names):
             value = function.__globals__.get(name)
             if not isinstance(value, ModuleType):
                 yield f" (its global {name})", value
             elif installed(value.__name__) is None:
                 for inner in names:
                     yield f" (its global {name}.{inner})", vars(value).get(inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def named(code: CodeType, how: tuple[str, ...]) -> set[str]:
+    """The names that the instructions ``how`` have in a function and in those inside it."""
+    return {item.argval for each in nested(code) for item in dis.get_instructions(each) if item.opname in how}
+
+
+def module_of(function: FunctionType) -> str | None:
+    """The installed package whose code a function is. A wrapper of a library's has the __module__ of what it wraps."""
+    return installed(function.__globals__.get("__name__"))
 
 
 def installed(module: Any) -> str | None:

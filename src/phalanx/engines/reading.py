@@ -89,7 +89,7 @@ def _read_shares(caller: DriverChannel, definition: Definition, ring: Ring, coll
             caller.sleep(NAP_MILLISECONDS)  # ends this process if the caller is gone
             continue
         dealt = shares.planned(definition.rounds.updates(step))
-        CURRENT.step = step
+        CURRENT.step, CURRENT.epoch = step, dealt[0].epoch
         for replica in ring.mine(step):
             if ring.begun() > step:  # workers read the rest of this step themselves: the next one helps them more
                 break

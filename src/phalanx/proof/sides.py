@@ -9,13 +9,13 @@ import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import tensors
 from phalanx.checkpoint.chain import CHAIN, Links, records
-from phalanx.checkpoint.chained import recall, tensors_of
+from phalanx.checkpoint.chained import recall, retrained_in, tensors_of
 from phalanx.checkpoint.files import is_there
 from phalanx.checkpoint.snapshot import facts_of, read
 from phalanx.definition.data import is_array
@@ -25,7 +25,7 @@ from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.proof.difference import taken
 from phalanx.proof.instant import snapshots
 from phalanx.run.result import Result
-from phalanx.seams.records import Tensor
+from phalanx.seams.records import Tensor, Training
 
 
 @dataclass
@@ -169,7 +169,19 @@ def different_fields(one: Side, other: Side) -> dict[str, str]:
     for name in {**left, **right} if left and right else ():
         if left.get(name) != right.get(name):
             fields.setdefault(name, f"{name} is {left.get(name)} {here}, and {right.get(name)} {there}")
+    changes = [retrained_in(side.folder) for side in (one, other)]
+    both = min(len(side.links or ()) for side in (one, other))
+    for step in sorted({*changes[0], *changes[1]}):
+        first, second = (_retrained(of.get(step, ())) for of in changes)
+        if step < both and first != second:
+            fields.setdefault("trained", f"before step {step}: {first} {here}, and {second} {there}")
     return fields
+
+
+def _retrained(changes: Sequence[Training]) -> str:
+    """What was frozen and thawed before a step, in words."""
+    texts = [f"{', '.join(each.names)} {'thawed' if each.trained else 'frozen'}" for each in changes]
+    return " and ".join(texts) or "nothing frozen or thawed"
 
 
 def another(recipe: Definition, recorded: Any) -> str:

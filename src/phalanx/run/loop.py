@@ -20,12 +20,14 @@ from phalanx.definition.checks import comparing, warn
 from phalanx.definition.data import spelled
 from phalanx.definition.evaluation import WATCHED, Evaluation, Metrics, Predictions, check_metric, meant
 from phalanx.definition.fields import Definition
+from phalanx.definition.steady import Steady
 from phalanx.definition.streams import Supply
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.plan import evaluation_key
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
 from phalanx.surroundings import interrupts
+from phalanx.surroundings.presence import CURRENT
 
 
 class Again(NamedTuple):
@@ -80,6 +82,8 @@ class Loop:
         self._counts = Counter[Any]()  # of each evaluation
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
+        self._code = Steady(definition, [getattr(each, "callback", None) for each in observers])
+        self._followed = True  # whether it was asked after the last step
         self._heard = 0  # incidents that the observers have heard of
         self._elsewhere = 0  # incidents that observers of another process heard of, while that one reported
         self._ended = ""  # why no step can follow
@@ -123,6 +127,8 @@ class Loop:
         if self._completing:
             raise UsageError("a step was asked for in the middle of another; ask after that step, not in a callback")
         self._data.check(contents=False)
+        if self._followed:
+            self._code.check(self.steps)
         self._unbroken(functools.partial(self._updated, batch, watched=watched))
         return self._report
 
@@ -191,7 +197,7 @@ class Loop:
 
     def _updated(self, batch: Any, *, watched: bool) -> StepReport:
         """Do the updates of a step."""
-        epoch = None
+        epoch, outer = None, (CURRENT.step, CURRENT.epoch)  # of a run whose code does this one
         try:
             if self._supply is not None and batch is None:
                 batch = self._supply.draw(self.steps)
@@ -206,6 +212,11 @@ class Loop:
             for observer in self._observers:
                 observer.failed(error)
             raise
+        finally:
+            CURRENT.step, CURRENT.epoch = outer
+            self._followed = watched
+            if watched:
+                self._code.settle()
         if epoch is not None:
             report = report._replace(epoch=epoch)
         if self._first is not None:
@@ -369,17 +380,21 @@ class Loop:
         self.check_able()
         key = key or tuple(metrics.names)
         metrics.watched = self._engine.run_state.allow is not None and self._counts[key] in WATCHED
-        readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
-        try:
-            with comparing(self._compared, tuple(metrics.names)), generators.kept(metrics.generators):
-                # What a function under ``whole`` draws is keyed, as what workers draw is.
-                generators.seed(evaluation_key(self._definition.seed, len(readings)), metrics.generators)
-                values = metrics.fold(readings)
-        except PhalanxError:
-            raise
-        except Exception as error:
-            message = f"{type(error).__name__} in user code while evaluating all samples: {spelled(error)}"
-            raise WorkerError(message) from error
+        with contextlib.ExitStack() as after:
+            if self._followed:
+                self._code.check(self.steps)
+                after.callback(self._code.settle)
+            readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
+            try:
+                with comparing(self._compared, tuple(metrics.names)), generators.kept(metrics.generators):
+                    # What a function under ``whole`` draws is keyed, as what workers draw is.
+                    generators.seed(evaluation_key(self._definition.seed, len(readings)), metrics.generators)
+                    values = metrics.fold(readings)
+            except PhalanxError:
+                raise
+            except Exception as error:
+                message = f"{type(error).__name__} in user code while evaluating all samples: {spelled(error)}"
+                raise WorkerError(message) from error
         self._counts[key] += 1  # one that ended by an error is watched again
         return values
 

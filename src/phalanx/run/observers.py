@@ -129,7 +129,7 @@ class Called(Observer):
     runs_user_code = True
 
     def __init__(self, callback: Any, name: str, turn: Turns, *, stop: bool = False) -> None:
-        self._callback, self._name, self._turn, self._stop = callback, name, turn, stop
+        self.callback, self._name, self._turn, self._stop = callback, name, turn, stop
         self._run: Any = None
         self._idle = False
 
@@ -139,16 +139,16 @@ class Called(Observer):
         if self._name in state.callbacks:
             with taking_over(f"the state of {self._name}"):
                 self._call("load", state.callbacks.pop(self._name))
-        elif state.resumed_from and hasattr(self._callback, "load"):
+        elif state.resumed_from and hasattr(self.callback, "load"):
             checks.warn(
                 f"the snapshot of step {state.resumed_from} has no state of {self._name}, which begins anew there"
             )
-        if self._name and hasattr(self._callback, "state"):
+        if self._name and hasattr(self.callback, "state"):
             others = state.states
-            state.states = lambda: {**others(), self._name: self._callback.state()}
-        if getattr(self._callback, "decay_of_workers", None) is not None:
+            state.states = lambda: {**others(), self._name: self.callback.state()}
+        if getattr(self.callback, "decay_of_workers", None) is not None:
             self._idle = state.averaged is not None
-            self._callback.averaged_by(state.averaged)
+            self.callback.averaged_by(state.averaged)
         self._call("begin", run)
 
     def horizon(self, steps: int) -> int:
@@ -166,16 +166,16 @@ class Called(Observer):
     def step(self, report: StepReport) -> None:
         """Call a function."""
         if not self._name:
-            self._guarded(self._callback, report)
+            self._guarded(self.callback, report)
 
     def left(self) -> dict[str, Any]:
         """Attributes that a result has, too."""
-        attributes = {name: getattr(self._callback, name, None) for name in LEFT} if self._name else {}
+        attributes = {name: getattr(self.callback, name, None) for name in LEFT} if self._name else {}
         return {name: value for name, value in attributes.items() if value is not None}
 
     def end(self) -> None:
         """Call ``end(result)``; with None if there is no whole state."""
-        if self._run is None or not callable(getattr(self._callback, "end", None)):
+        if self._run is None or not callable(getattr(self.callback, "end", None)):
             return
         result = None
         with contextlib.suppress(PhalanxError):  # the state may be lost
@@ -183,7 +183,7 @@ class Called(Observer):
         self._call("end", result)
 
     def _call(self, hook: str, argument: Any) -> None:
-        if self._name and (function := getattr(self._callback, hook, None)) is not None:
+        if self._name and (function := getattr(self.callback, hook, None)) is not None:
             try:
                 self._guarded(function, argument)
             except OSError as error:
@@ -191,7 +191,7 @@ class Called(Observer):
 
     def _not_written(self, hook: str, error: OSError) -> None:
         """A callback of phalanx's own could not write: the run goes on, unless a failed snapshot would end it."""
-        if not type(self._callback).__module__.startswith("phalanx."):
+        if not type(self.callback).__module__.startswith("phalanx."):
             raise error
         why = f"the callback {self._name} could not write: {error}"
         if hook == "begin":

@@ -27,9 +27,12 @@ class Current:
     ----------
     step : int or None
         Counted from 0; None outside of steps.
+    epoch : int or None
+        The pass over the data that the step belongs to; None where batches are brought.
     """
 
     step: int | None = None
+    epoch: int | None = None
 
 
 CURRENT = Current()
@@ -52,24 +55,52 @@ def current_step() -> int:
     ...         self.tau.fill_(max(0.1, 1 - phalanx.current_step() / 1000))  # a buffer: evaluations need it, too
     ...     return torch.softmax(self.layer(x) / self.tau, -1)
     """
-    if CURRENT.step is None:
+    return _computed("step", CURRENT.step)
+
+
+def current_epoch() -> int:
+    """The pass over the data that is computed, counted from 0: as ``current_step``, in the same places.
+
+    Of a stream it is the pass that the batch was read in.
+
+    Raises
+    ------
+    UsageError
+        No step is computed, or the caller brings the batches, so that there are no epochs.
+
+    Examples
+    --------
+    >>> def loss(output, target):
+    ...     return reconstruction(output, target) + min(1.0, phalanx.current_epoch() / 10) * divergence(output)
+    """
+    _computed("epoch", CURRENT.step)
+    if CURRENT.epoch is None:
         raise UsageError(
-            "phalanx.current_step() was called where no step is computed: in an evaluation, a call of your own, a "
+            "phalanx.current_epoch() was called in a step whose batch was brought (run.step(batch)), so there are no "
+            "epochs; use phalanx.current_step(), or give the recipe its data"
+        )
+    return CURRENT.epoch
+
+
+def _computed(what: str, step: int | None) -> int:
+    if step is None:
+        raise UsageError(
+            f"phalanx.current_{what}() was called where no step is computed: in an evaluation, a call of your own, a "
             "stream, or code that is compiled (where it would be a constant); call it in a step's dataset, collate_fn, "
             "forward_fn, model or loss_fn. What evaluations need, too, keep in a buffer: self.tau.fill_(...) if "
             "self.training"
         )
-    return CURRENT.step
+    return step
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
     """Inside, no step is computed."""
-    step, CURRENT.step = CURRENT.step, None
+    before, CURRENT.step = (CURRENT.step, CURRENT.epoch), None
     try:
         yield
     finally:
-        CURRENT.step = step
+        CURRENT.step, CURRENT.epoch = before
 
 
 class Owned(Protocol):

@@ -21,6 +21,7 @@ import multiprocessing
 import operator
 import os
 import pickle
+import re
 import struct
 import sys
 import warnings
@@ -36,6 +37,7 @@ import numpy as np
 from phalanx.definition import checks
 from phalanx.definition.batches import bounds
 from phalanx.definition.fields import Definition
+from phalanx.definition.reachable import module_of, parts_of
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warnings, numeric_environment
 from phalanx.frameworks.registry import reduced as reduced_by_frameworks
@@ -46,7 +48,6 @@ from phalanx.surroundings.interrupts import of_handler
 Reducer = Callable[[Any], Any]
 _DEFINED: weakref.WeakSet[type] = weakref.WeakSet()  # in a worker, classes that came by value
 NUMBER = struct.Struct("<q")
-CONTAINERS = (dict, list, tuple, set, frozenset)
 DEPTH = 6
 NAMELESS = "<dynamic-code>"  # what stands in place of a file's name
 WORTH_CHECKING = 1 << 26  # bytes
@@ -97,11 +98,23 @@ class Packer(cloudpickle.Pickler):
         reduced = self._reducer(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
-            if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # by value, with a setter
+            if isinstance(obj, FunctionType) and isinstance(reduced, tuple) and module_of(obj):
+                reduced = self._of_library(obj, reduced)
+            elif isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # by value, with a setter
                 reduced = (*reduced[:5], _define)
             elif not isinstance(obj, type) and isinstance(type(obj).__new__, FunctionType):
                 reduced = NotImplemented if type(obj) in self.dispatch_table else _unasked(obj)
         return reduced
+
+    def _of_library(self, function: FunctionType, reduced: Any) -> Any:
+        """A library's inner function goes by value, as a wrapper of the user's function does, but not its globals."""
+        name = function.__globals__["__name__"]
+        self._consider(name)
+        if self.by_value[name] or getattr(sys.modules.get(name), "__dict__", None) is not function.__globals__:
+            return reduced
+        _, (code, _, *rest), (attributes, slots), *more = reduced
+        kept = {**slots, "__globals__": {}, "_cloudpickle_submodules": []}
+        return _in_library, (name, code, *rest), (attributes, kept), *more
 
     def _consider(self, name: str) -> None:
         """Send a module's code by value if a worker could not import it."""
@@ -285,6 +298,10 @@ def _made(kind: Any) -> Any:
         return next(new for new in known if isinstance(new, BuiltinFunctionType))(kind)
 
 
+def _in_library(name: str, code: CodeType, *rest: Any) -> FunctionType:
+    return FunctionType(code, vars(importlib.import_module(name)), *rest)
+
+
 def _cached(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
@@ -334,21 +351,8 @@ def _culprit(thing: Any, reducer: Reducer, path: str = "", depth: int = 0) -> tu
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, dict):
-        for key, value in thing.items():
-            yield (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"), value
-    elif isinstance(thing, CONTAINERS):
-        for position, value in enumerate(thing):
-            yield f"[{position}]", value
-    if isinstance(thing, FunctionType):
-        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not assigned yet
-                yield f" (its variable {name})", cell.cell_contents
-        for name in thing.__code__.co_names:
-            if name in thing.__globals__:
-                yield f" (its global {name})", thing.__globals__[name]
-    for name, value in getattr(thing, "__dict__", {}).items() if not isinstance(thing, type) else ():
-        yield "" if name.startswith("_") else f".{name}", value  # its user does not know private names
+    for step, part in parts_of(thing):  # its user does not know private names
+        yield "" if step.startswith("._") else re.sub(r"\['([^\W\d]\w*)'\]", r".\1", step), part
 
 
 def _travels(thing: Any, reducer: Reducer) -> bool:

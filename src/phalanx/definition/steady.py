@@ -1,0 +1,196 @@
+"""Notices that callbacks, or a loop around the run, change what the recipe's code reads.
+
+In this process such a change would count, and in workers, which have copies, it would not. So values are compared from
+the end of a step to the beginning of the next one. What a step's own code changes in between is left out from then on:
+if it matters, it is found where a replica is computed twice.
+
+Only what the code can read is compared: globals and variables that it names, and attributes whose names it says
+somewhere. So a callback may keep what it likes in an object that a loss hangs on. Not seen: contents of arrays, long
+containers but for their lengths, names that are put together (getattr), environment variables, files.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from phalanx.definition import checks
+from phalanx.definition.data import Samples
+from phalanx.definition.described import roots_of
+from phalanx.definition.fields import Definition
+from phalanx.definition.reachable import (
+    ATTRIBUTE,
+    FEW,
+    GLOBAL,
+    PLAIN,
+    checksum,
+    installed,
+    module_of,
+    named,
+    own_of,
+    reachable,
+)
+from phalanx.errors import UsageError
+
+CALLED = ("forward", "__call__", "__getitem__", "__getitems__")  # methods that are called without being named
+NAMES = (*CALLED, "__wrapped__", "_modules", "_buffers", "_parameters")
+CONTAINERS = (dict, list, set, deque)
+MOST = 128  # objects that a root leads to, the nearest first
+FOUND = 2000  # objects that make_model leads to, among which classes are looked for
+SHOWN = 80  # letters of two values
+CELL = operator.attrgetter("cell_contents")
+KINDS = (type, FunctionType, MethodType, BuiltinFunctionType, set, frozenset)
+EMPTY, LENGTH = object(), " (its length)"
+OUTSIDE = "a callback, or code around the run,"
+
+
+class Steady:
+    """What a recipe's code reads, as it was when steps last ended.
+
+    Parameters
+    ----------
+    definition : Definition
+    callbacks : sequence
+        What they call themselves is no code of the recipe.
+    """
+
+    def __init__(self, definition: Definition, callbacks: Sequence[Any] = ()) -> None:
+        calls = [getattr(type(callback), "__call__", None) for callback in callbacks]  # noqa: B004
+        self._theirs = {getattr(call, "__code__", None) for call in calls}
+        roots = dict(roots_of(definition))
+        if not isinstance(definition.source, Samples):  # columns are watched elsewhere; a stream is read in one process
+            del roots["data"]
+        del roots["batch_sampler"]  # called whenever an epoch's batches are needed
+        made = itertools.islice(reachable({"make_model": roots.pop("make_model")}), FOUND)
+        roots |= {path: value for path, value in made if isinstance(value, type)}
+        self._roots = [(name, root, set(NAMES)) for name, root in roots.items()]
+        self._own: set[str] = set()  # what steps change
+        self._warned = False
+        self._reads, self._known = self._look()
+
+    def check(self, steps: int) -> None:
+        """Refuse what became another value since steps ended; what only grew is a warning, once.
+
+        Raises
+        ------
+        UsageError
+            A callback, or code around the run, changed what the recipe's code reads.
+        """
+        if self._same():
+            return
+        reads, known = self._look()
+        for path, new in known.items():
+            old = self._known.get(path)
+            if _alike(old, new):
+                continue
+            if old is not None and not (path.endswith(LENGTH) and new > old):
+                texts = f"was {old} and is {new} now" if len(f"{old}{new}") < SHOWN else "is another one now"
+                raise UsageError(
+                    f"{path} {texts}: {OUTSIDE} changed it before step {steps}. Workers have copies of it, so that "
+                    "this would count in some engines only. Compute it where it is read, from phalanx.current_step() "
+                    "or phalanx.current_epoch(); what only counts or logs, keep where the recipe's code does not read"
+                )
+            if not self._warned:
+                self._warned = True
+                checks.warn(
+                    f"{OUTSIDE} adds to {path}, which the recipe's code can read; workers have copies and do not see "
+                    "that, so nothing that is computed may follow from it"
+                )
+        self._reads, self._known = reads, known
+
+    def settle(self) -> None:
+        """A step or an evaluation has ended: what it changed is its own from now on."""
+        if not self._same():
+            pairs = zip(self._known.items(), self._reads, strict=True)
+            self._own |= {path.removesuffix(LENGTH) for (path, old), (get, key) in pairs if _got(get, key) is not old}
+            self._reads, self._known = self._look()
+
+    def _same(self) -> bool:
+        """Whether every value is the very object that it was. Most steps do no more, so it is short."""
+        try:
+            return all(map(operator.is_, [get(key) for get, key in self._reads], self._known.values()))
+        except LookupError:  # an item is gone
+            return False
+
+    def _look(self) -> tuple[list[Any], dict[str, Any]]:
+        """How all values are read again, and themselves by their paths."""
+        reads, known = list[Any](), dict[str, Any]()
+        for name, root, names in self._roots:
+            before, found = None, list[tuple[str, Any]]()
+            while before != (before := len(names) + len(self._own)):  # methods that were found say more names
+                found = list(itertools.islice(reachable({name: root}, names, self._own), MOST))
+                for path, value in found:
+                    for code in [value, *(getattr(type(value), name, None) for name in CALLED)]:
+                        if not isinstance(code, FunctionType) or (code is value) == bool(module_of(code)):
+                            continue  # of an object, a user's own methods are found by themselves
+                        if code.__code__ in self._theirs or path.endswith(".__self__.__class__.__call__"):
+                            self._own.add(path)
+                        else:
+                            names |= named(code.__code__, ATTRIBUTE)
+            for path, value in found:
+                for step, get, key in _reads(value, names):
+                    if (now := _got(get, key)) is not EMPTY and not {path + step} & (self._own | known.keys()):
+                        known[path + step] = now
+                        reads.append((get, key))
+        return reads, known
+
+
+def _got(get: Callable[[Any], Any], key: Any) -> Any:
+    try:
+        return get(key)
+    except Exception:  # a variable or attribute that has no value
+        return EMPTY
+
+
+def _reads(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
+    """The step to each part of a value that code with these names can read, and get(key), which reads it again."""
+    if isinstance(value, CONTAINERS):
+        if len(value) <= FEW:
+            yield LENGTH, len, value
+            for number, key in enumerate(list(value)):
+                if isinstance(value, dict):  # get adds nothing to a defaultdict
+                    yield f"[{key!r}]", functools.partial(dict.get, value), key
+                elif isinstance(value, (list, deque)):
+                    yield f"[{number}]", value.__getitem__, number
+        return
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((f" (its variable {name})", CELL, cell) for name, cell in cells)
+        for name in [] if module_of(value) else named(value.__code__, GLOBAL):
+            part = value.__globals__.get(name)
+            if not isinstance(part, ModuleType):
+                yield f" (its global {name})", value.__globals__.__getitem__, name
+            elif not installed(part.__name__):
+                yield from ((f" (its global {name}.{inner})", vars(part).__getitem__, inner) for inner in names)
+    own, above = own_of(value), [vars(kind) for kind in type(value).__mro__]
+    if isinstance(value, type):
+        own, above = {} if installed(value.__module__) else own, []
+    for name in names:
+        usual = next((scope[name] for scope in above if name in scope), None)
+        if name in own:
+            yield f".{name}", own.__getitem__, name
+        elif inspect.ismemberdescriptor(usual):
+            yield f".{name}", usual.__get__, value
+        elif usual is not None and name not in CALLED and not isinstance(usual, property):
+            yield f".{name}", functools.partial(own.get, name), usual
+
+
+def _alike(old: Any, new: Any) -> bool:
+    """Whether a value is the same as before; what a container or an object holds is compared by itself."""
+    if old is new or type(old) is not type(new):
+        return old is new
+    if isinstance(new, PLAIN):
+        return repr(old) == repr(new)
+    if isinstance(new, tuple):
+        return len(old) == len(new) and all(map(_alike, old, new))
+    if isinstance(new, CONTAINERS) and not isinstance(new, set):
+        return len(old) == len(new) <= FEW
+    return (
+        checksum(old) == checksum(new) if hasattr(type(new), "__array__") else not isinstance(new, KINDS) or old == new
+    )
