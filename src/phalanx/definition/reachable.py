@@ -16,7 +16,7 @@ import platform
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -31,10 +31,10 @@ SHORT = 60  # letters of two values that are shown
 PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
-def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, object) of all that ``roots`` lead to, each object once, with the first path that leads there."""
+def reachable(roots: Mapping[str, Any], known: Sequence[Any] = ()) -> Iterator[tuple[str, Any]]:
+    """(path, object) of all that ``roots`` lead to, each object once, with the first path; not what is ``known``."""
     queue = deque(roots.items())
-    seen: dict[int, Any] = {}  # objects are kept, so that no other gets their id meanwhile
+    seen: dict[int, Any] = {id(value): value for value in known}  # kept, so that no other gets their id
     while queue and len(seen) < ALL:
         path, value = queue.popleft()
         if not isinstance(value, PLAIN) and id(value) not in seen:
@@ -43,10 +43,10 @@ def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             queue.extend((path + step, part) for step, part in parts_of(value))
 
 
-def values(roots: Mapping[str, Any]) -> dict[str, Any]:
+def values(roots: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
     """What ``roots`` lead to now, by path: plain values as text, lengths of containers, checksums of arrays."""
     entries: dict[str, Any] = {}
-    for path, value in reachable(roots):
+    for path, value in reachable(roots, known):
         entries |= {path + step: repr(part) for step, part in parts_of(value) if isinstance(part, PLAIN)}
         if isinstance(value, (list, dict, set, deque)):
             entries[f"{path} (its length)"] = len(value)

@@ -42,8 +42,8 @@ STATE = re.compile(r"model\b.*\._(?:buffers|parameters)\[")
 UNSEEN = "nothing in sight (an operation that does not come to the same twice, a generator, a clock, faulty memory)"
 WAYS = (
     "What code keeps from call to call differs from worker to worker, and is lost with one: keep it in a buffer of the "
-    "model (for a loss, too: put its module into the model, and let forward_fn return the loss), or make it a function "
-    "of the step: phalanx.current_step(). nondeterministic='allow' makes this a warning"
+    "model that is equal on all replicas (for a loss, too: put its module into the model, and let forward_fn return "
+    "it), or make it a function of the step: phalanx.current_step(). nondeterministic='allow' makes this a warning"
 )
 WRONG = (
     "nothing was updated. A processor or memory computes wrongly, or the model does not come to the same twice, as "

@@ -133,12 +133,14 @@ class ArrayFramework:
     following: Callable[[], Sequence[Todo]] | None = None  # nothing is read ahead
     checked: Callable[[Any, str], Any] | None = None
     options_checksum = (0.0, 0.0)
+    written: Sequence[str] = ()
     arithmetic: Any = arithmetic
     sharing: Any = Unshared("make_model returned what computes in one process; leave workers out (same answer)")
 
     def __init__(
         self, definition: Definition, collate: Callable[[Any], Any], *contexts: AbstractContextManager[Any]
     ) -> None:
+        refuse(definition, {"buffers": "which is for torch; leave it out: buffers that differ become the mean"})
         self.definition = definition
         self.environment: AbstractContextManager[None] = Reentrant(generators.kept(definition.generators), *contexts)
         self.collate = definition.collate_fn or collate
