@@ -107,6 +107,11 @@ class Recipe(Definition):
         ``batch_sampler(epoch, generator)`` returns all batches of an epoch, as lists of sample numbers; batches and
         epochs may differ in size. ``generator`` is a ``numpy.random.Generator`` keyed by (seed, epoch). It is called
         several times and in each process, so it keeps no state. In place of ``batch_size`` and ``shuffle``.
+    buffers : dict of str to str, optional
+        By name of a buffer or module, or pattern: how a buffer that differs over replicas is settled after a step, as
+        in ``{"queue": "first"}``. "mean": averaged; "first": as the first replica left it; "refuse": an error. The
+        first name that matches counts. Others: the mean, if floating, else the first. BatchNorm's need nothing. For
+        torch.
 
     Raises
     ------

@@ -95,7 +95,7 @@ def propose(
         parts = link.all_gather(mine)
         if compare is not None:
             compare()
-        check_consistent(parts)
+        check_consistent(parts, framework.written)
         weight = total_weight(parts)
         if weight is None and definition.on_nonfinite != "skip":
             raise RunError(UNCOUNTED.format(moment), step=moment.step)
@@ -157,8 +157,16 @@ def weighed(loss: Any, returned: float | None, known: float, samples: int, repli
     return Part(loss if weight else 0.0, weight, returned is not None, samples)
 
 
-def check_consistent(parts: Sequence[Part]) -> None:
-    """Refuse a step in which replicas returned weights or names that others did not, or workers' options differ."""
+def check_consistent(parts: Sequence[Part], written: Sequence[str] = ()) -> None:
+    """Refuse a step in which replicas returned weights or names that others did not, or workers' options differ.
+
+    ``written``: the buffers that the optimizer wrote in the last update. Where workers each did it, they compare them.
+    """
+    if not parts[0].options and len({part.lr for part in parts} - {0.0}) > 1:
+        raise UsageError(
+            f"the optimizer or its step hook wrote buffers ({', '.join(written)}), and workers came to different "
+            "values; what it writes must follow from weights, buffers and gradients, not from a process or a clock"
+        )
     for replica, part in enumerate(parts):
         if part.options != parts[0].options:
             raise UsageError(

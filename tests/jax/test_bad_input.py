@@ -45,6 +45,7 @@ CASES = {
         "loss_takes is 'model'",
         "let forward_fn return the loss itself",
     ),
+    "buffers": (lambda: go(buffers={"queue": "first"}), "buffers is given, which is for torch", "leave it out"),
     "precision": (lambda: go(precision="bfloat16"), "precision is 'bfloat16'", "forward_fn"),
     "scheduler": (lambda: go(scheduler=lambda optimizer: None), "scheduler", "cosine_decay_schedule"),
     "numpy-leaf": (lambda: go(make_model=with_leaf(np.ones(3))), "'odd' is a ndarray", "jnp.asarray"),

@@ -211,6 +211,8 @@ def test_functions_of_an_evaluation():
     refused = FAMILIES["mlp"].recipe(2, loss_takes="model", loss_fn=lambda net, batch: 0)
     with pytest.raises(phalanx.UsageError, match="loss_takes is 'model', which is for torch"):
         refused.start()
+    with pytest.raises(phalanx.UsageError, match="buffers is given, which is for torch"):
+        FAMILIES["mlp"].recipe(2, buffers={"queue": "first"}).start()
 
 
 def test_what_a_metric_sees():

@@ -199,6 +199,7 @@ class Definition:
     loss_takes: str = "output"
     weights: Any = field(default=None, repr=False)
     batch_sampler: Callable[..., Any] | None = None
+    buffers: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._check_functions()
@@ -376,6 +377,14 @@ class Definition:
         checks.choice("precision", self.precision, (None, "bfloat16"))
         checks.choice("on_nonfinite", self.on_nonfinite, ("stop", "skip", "ignore"))
         checks.choice("modes", self.modes, ("train", "as_made"))
+        rules = self.buffers or {}
+        if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+            raise UsageError(
+                f"buffers is {checks.shown(rules)}; it must be a dict of names, as in {{'queue': 'first'}}"
+            )
+        settle("buffers", dict(rules) or None)
+        for name, rule in rules.items():
+            checks.choice(f"buffers[{name!r}]", rule, ("mean", "first", "refuse"))
         settle("micro_batches", checks.integer("micro_batches", self.micro_batches, least=1))
         if self.micro_batches > 1 and self.batch_size is None:
             raise UsageError(

@@ -17,7 +17,7 @@ import platform
 import sys
 import zlib
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -38,14 +38,17 @@ PLAIN = (str, bytes, bytearray, int, float, complex, type(None), range)
 
 
 def reachable(
-    roots: Mapping[str, Any], names: Container[str] | None = None, without: Container[str] = ()
+    roots: Mapping[str, Any],
+    names: Container[str] | None = None,
+    without: Container[str] = (),
+    known: Sequence[Any] = (),
 ) -> Iterator[tuple[str, Any]]:
     """(path, object) of all that ``roots`` lead to, each object once, with the first path that leads there.
 
-    ``names``: of attributes that are followed, in place of all. ``without``: paths that are not.
+    ``names``: of attributes that are followed, in place of all. ``without``: paths that are not. ``known``: objects.
     """
     queue = deque(roots.items())
-    seen: dict[int, Any] = {}  # objects are kept, so that no other gets their id meanwhile
+    seen: dict[int, Any] = {id(value): value for value in known}  # kept, so that no other gets their id
     while queue and len(seen) < ALL:
         path, value = queue.popleft()
         if not isinstance(value, PLAIN) and id(value) not in seen:
@@ -55,10 +58,10 @@ def reachable(
             queue.extend((path + step, part) for step, part in parts if path + step not in without)
 
 
-def values(roots: Mapping[str, Any]) -> dict[str, Any]:
+def values(roots: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
     """What ``roots`` lead to now, by path: plain values as text, lengths of containers, checksums of arrays."""
     entries: dict[str, Any] = {}
-    for path, value in reachable(roots):
+    for path, value in reachable(roots, known=known):
         entries |= {path + step: repr(part) for step, part in parts_of(value) if isinstance(part, PLAIN)}
         if isinstance(value, (list, dict, set, deque)):
             entries[f"{path} (its length)"] = len(value)

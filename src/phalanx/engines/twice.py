@@ -49,8 +49,8 @@ UNSEEN = "nothing in sight (an operation that does not come to the same twice, a
 ALLOW = "nondeterministic='allow' makes this a warning"
 WAYS = (
     "What code keeps from call to call differs from worker to worker, and is lost with one: keep it in a buffer of the "
-    "model (for a loss, too: put its module into the model, and let forward_fn return the loss), or make it a function "
-    f"of the step: phalanx.current_step(). {ALLOW}"
+    "model that is equal on all replicas (for a loss, too: put its module into the model, and let forward_fn return "
+    f"it), or make it a function of the step: phalanx.current_step(). {ALLOW}"
 )
 KEEPS = (
     "What code keeps from call to call differs from worker to worker. Measure all samples at once, by phalanx.whole, "

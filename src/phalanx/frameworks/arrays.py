@@ -135,12 +135,14 @@ class ArrayFramework:
     held: Mapping[str, Any] = MappingProxyType({})  # programs are traced once
     checked: Callable[[Any, str], Any] | None = None
     options_checksum = (0.0, 0.0)
+    written: Sequence[str] = ()
     arithmetic: Any = arithmetic
     sharing: Any = Unshared("make_model returned what computes in one process; leave workers out (same answer)")
 
     def __init__(
         self, definition: Definition, collate: Callable[[Any], Any], *contexts: AbstractContextManager[Any]
     ) -> None:
+        refuse(definition, {"buffers": "which is for torch; leave it out: buffers that differ become the mean"})
         self.definition = definition
         self.environment: AbstractContextManager[None] = Reentrant(generators.kept(definition.generators), *contexts)
         self.collate = definition.collate_fn or collate

@@ -125,6 +125,8 @@ class Framework(Protocol):
         ``opened(source)`` as this framework reads it: columns become its arrays, sharing memory where they can.
     environment : context manager
         Inside, generators, threads and modes are the run's; outside, the caller's. Entered once at a time.
+    written : sequence of str
+        The buffers that the optimizer wrote itself in the last update here, for messages.
     following : callable or None
         Says what the next step will compute, which may be read while this one is waited for.
     held : dict of str to object
@@ -139,6 +141,7 @@ class Framework(Protocol):
     sharing: Sharing
     opened: Callable[[Source], Source]
     environment: AbstractContextManager[None]
+    written: Sequence[str]
     following: Callable[[], Sequence[Todo]] | None
     held: Any
     eval_point: Any

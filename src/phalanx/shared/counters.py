@@ -206,6 +206,7 @@ class Counters:
         "Written by the first worker, when all have met since they saved; by the parent while all are idle. The step "
         "before which the newest snapshot that is known to be whole was taken; negative: there is none.",
     )
+    apart = word(OF_FIRST + 4, "Written by the first worker: whether it keeps state that a replacement would lack.")
     trouble = word(OF_ALL, "Set to 1 by anybody: leave what was granted. Set to 0 by the parent, before it grants.")
 
     def __init__(

@@ -197,6 +197,12 @@ class Shard:
                 self._present[piece] = 1
             self._absent = [piece for piece in self._absent if piece not in arrays]
 
+    def forget(self) -> None:
+        """From now on all optimizer state is described, and none is in the arena."""
+        self._absent = []
+        for piece in self._state:
+            self._present[piece] = 0
+
     def state(self) -> dict[str, Any]:
         """What of the state is not weights or buffers, as far as this worker owns it; can be pickled."""
         return dict(zip(("foreign", "options"), self.local.rest(), strict=True))

@@ -239,6 +239,9 @@ class ArenaLink:
             self._shard.frozen.thaw(step, gradient)
             self._framework.update(step, gradient, buffers)
             self._shard.settle()
+            if self._worker == 0 and not self._framework.sharing.portable:
+                self._counters.apart = 1
+                self._shard.forget()
         self._barrier.at(Stage.UPDATED)
         self._barrier.wait()
 

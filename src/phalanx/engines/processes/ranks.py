@@ -83,7 +83,7 @@ class RankLink(ArenaLink):
         self._due = step % CHECK_STEPS == 0
         if self._due:
             weights = self._framework.export(step, copy=False, digest=False).params
-            self._weights = self._framework.arithmetic.checksum(list(weights.values()))
+            self._weights = self._framework.arithmetic.checksum([*weights.values(), *self._copies.local.starts])
         ran = [replica for replica in self.hosted if len(shares[replica].samples)]
         self._last = ran[-1] if ran else -1
         self._sizes = tuple([len(share.samples) for share in shares])

@@ -110,8 +110,6 @@ class FailureLog:
         The workers that are to be replaced, and how they ended; from a worker's end until another is started.
     batch : Any
         The batch that the caller brought for the current step; None for a planned one.
-    portable : bool
-        Whether the whole state is known. Otherwise only the first worker has a part of it, and cannot be replaced.
     """
 
     def __init__(
@@ -128,12 +126,16 @@ class FailureLog:
         self._definition = definition
         self._framework = framework
         self._placement = placement
-        self.portable = framework.sharing.portable
         self._counters = counters
         self._incidents = run_state.incidents
         self._tally = Tally(run_state.max_failures)
         self._hopeless: RunError | None = None
         self._tasks = 0  # tasks that were done
+
+    @property
+    def portable(self) -> bool:
+        """Whether the whole state is known. Otherwise only the first worker has a part of it: it cannot be replaced."""
+        return self._framework.sharing.portable and not self._counters.apart
 
     @property
     def replaceable(self) -> bool:

@@ -232,7 +232,8 @@ class Supervisor:
             case Action.LOSE:
                 raise LostError(
                     f"worker {fallen[0]} {self._failures.dead[fallen[0]].why} in step {step}, and the optimizer is not "
-                    "one of torch's own, so its state is lost with it; run again"
+                    "one of torch's own, or a step hook keeps or changes something beside weights, buffers and what "
+                    "torch keeps in optimizer.state, so that is lost with it; run again"
                 )
             case Action.GO_ON | Action.JOIN:  # nothing to do; no worker joins a grant that is being left
                 pass

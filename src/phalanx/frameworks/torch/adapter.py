@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from phalanx import seams
 from phalanx.definition.data import Share, Source
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
@@ -51,6 +50,7 @@ class Torch:
 
     name = "torch"
     lanes: Lanes | None = None
+    written: Sequence[str] = ()
     following: Callable[[], Sequence[Todo]] | None = None
 
     def __init__(self, definition: Definition, model: Any, devices: Sequence[str] = ()) -> None:
@@ -74,7 +74,7 @@ class Torch:
         """What computes replicas, with the model where it is to be."""
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
-        return Lane(definition, model, feed.batch, Buffers(model), AmbiguousMean(definition))
+        return Lane(definition, model, feed.batch, Buffers(model, definition.buffers), AmbiguousMean(definition))
 
     def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
         self._lane = self._lane_on(definition, model)
@@ -84,7 +84,7 @@ class Torch:
         check_static(contexts)
         self._shapes.known = bool(contexts)
         facts = self._lane.model, self._lane.buffers, self._updates, self._lane.collector, self.environment
-        self.sharing: seams.Sharing = Sharing(*facts, self._of_workers, portable=movable and not self._updates.foreign)
+        self.sharing: Any = Sharing(*facts, self._of_workers, movable=movable)
 
     def eval_point(self) -> Weights | None:
         return eval_point(self._updates)
@@ -96,7 +96,8 @@ class Torch:
 
     @property
     def options_checksum(self) -> tuple[float, float]:
-        return self._updates.options_checksum
+        options, lr = self._updates.options_checksum
+        return options, lr if options else self._lane.buffers.told
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         return self._lane.gradients(todo, watch)
@@ -105,11 +106,13 @@ class Torch:
         return lambda: [self._updates.norm(gradient), *self.arithmetic.read(list(losses))]
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
-        self._updates.apply(step, gradient)
         if buffers is None:
             self._lane.buffers.expect()
         else:
-            self._lane.buffers.settle(buffers)
+            self._lane.buffers.settle(step, buffers)
+        self._updates.apply(step, gradient)
+        if buffers is not None and self._updates.custom:
+            self.written = self._lane.buffers.keep()
         if not self._describable:  # that it has no digest is better told after the first step than at the run's end
             self._describable = all(entries(self._lane.model, self._updates.optimizers))
 

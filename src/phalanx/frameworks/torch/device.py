@@ -67,11 +67,15 @@ class TorchDevice(Torch):
         ahead = definition.collate_fn is None and definition.micro_batches == 1
         self._feed = DeviceFeed(host, self._device, ahead=ahead)
         ambiguous = AmbiguousMean(definition)
-        return Lane(definition, model, self._feed.batch, Buffers(model), ambiguous, later=True)
+        return Lane(definition, model, self._feed.batch, Buffers(model, definition.buffers), ambiguous, later=True)
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         self._feed.begin(todo)
-        return (_weighted(self._begun(item, watch)) for item in todo)
+        for item in todo:
+            computed = _weighted(self._begun(item, watch))
+            if item is todo[-1]:
+                self._lane.check_members()
+            yield computed
 
     def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
         """Only what this returns waits for the device; before, the next batches are read."""

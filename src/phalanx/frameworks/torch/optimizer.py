@@ -24,8 +24,10 @@ from phalanx.definition.checks import parameters_of
 from phalanx.definition.data import map_tree
 from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
 from phalanx.definition.plain import check_like, inexact, is_flag
+from phalanx.definition.reachable import values
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.replica.buffers import LOOKED
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
 from phalanx.plan import update_key
 from phalanx.seams.records import Training
@@ -50,6 +52,19 @@ class Update:
     model : torch.nn.Module
     chosen : sequence of (str, torch.nn.Parameter), optional
         What the optimizer is made for, if not for all.
+
+    Attributes
+    ----------
+    foreign : bool
+        Whether an optimizer is not torch's own, so that its state may be anywhere.
+    custom : bool
+        Whether one is foreign or has step hooks, so that it may read and write anything.
+    whole : bool
+        Whether it has to see all parameters at once.
+    apart : bool
+        Whether it may keep state that no other process can go on from. Of hooks this is seen when they change some.
+    own : bool
+        Whether all classes are torch's, and nothing is hooked.
     """
 
     def __init__(
@@ -61,13 +76,14 @@ class Update:
         self._uniform = len(kinds) == 1 and self._parameters[0].device.type == "cpu"
         self._norm: torch.Tensor | None = None
         self._max_norm, self._shared = definition.max_norm, definition.replicas > 1
+        self._model, self._seed, self._count = model, definition.seed, 0
         self.optimizers = build_optimizers(definition, named if chosen is None else chosen, model)
-        self.foreign = any(map(_foreign, self.optimizers))  # one is not torch's own
-        self.whole = self.foreign or not self._uniform  # it has to see all parameters at once
+        self._schedules = Schedules(definition, self.optimizers, named, list(model.named_buffers()))  # may add hooks
+        self.foreign = self.apart = any(map(_foreign, self.optimizers))
+        self.custom = self.foreign or any(map(_hooked, self.optimizers))
+        self.whole = self.custom or not self._uniform
         self._idle = False
-        self._seed = definition.seed
-        self._schedules = Schedules(definition, self.optimizers, named)
-        self.own = self._schedules.own and not self.foreign  # all classes are torch's
+        self.own = self._schedules.own and not self.custom
 
     @property
     def lr(self) -> float:
@@ -84,8 +100,8 @@ class Update:
 
     @property
     def options_checksum(self) -> tuple[float, float]:
-        """A checksum of options, and a learning rate; zeros for a foreign optimizer: one worker alone has its."""
-        return (0.0, 0.0) if self.foreign else self._schedules.options_checksum
+        """A checksum of options, and a learning rate; zeros for a custom optimizer: one worker alone has its."""
+        return (0.0, 0.0) if self.custom else self._schedules.options_checksum
 
     def options(self) -> list[Any]:
         """Options of parameter groups and the state of schedules, for a process that continues."""
@@ -134,12 +150,36 @@ class Update:
             parameter.grad = grad
         if self._norm is not None and math.isfinite(self._max_norm):  # None: another worker has all gradients
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, self._norm)
-        if self.foreign:
+        if self.custom:
             generators.seed(update_key(self._seed, step))
-        for optimizer in self.optimizers if not self._idle else ():
-            _step(optimizer)
+        if not self._idle:
+            self._step_all()
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _step_all(self) -> None:
+        """Step the optimizers, and see whether hooks keep something apart.
+
+        A replacement has the weights, the buffers, the state that torch's optimizers make, and the schedule's options.
+        So a hook may change nothing else. Options and which tensors are state are compared in each step; what hooks and
+        the model hold, which takes milliseconds, only in some. What a hook first changes later is not seen.
+        """
+        before = self._beside() if self.custom and not self.apart else None
+        for optimizer in self.optimizers:
+            _step(optimizer)
+        if before is not None:
+            after = self._beside()
+            self.apart = before[0] != after[0] or not before[1] <= after[1]
+            self._count += 1
+
+    def _beside(self) -> tuple[Any, set[Any]]:
+        """Options, and what hooks and the model hold; and which tensors are the state of each parameter."""
+        state = [pair for optimizer in self.optimizers for pair in optimizer.state.items() if pair[1]]
+        odd = [key for key, _ in state if not isinstance(key, torch.Tensor)]
+        held = {(id(key), *map(id, items.values())) for key, items in state if isinstance(items, dict)}
+        known = [*self._model.parameters(), *self._model.buffers(), *(each.state for each in self.optimizers)]
+        roots = {"optimizers": self.optimizers, "model": self._model} if self._count in LOOKED else {}
+        return (repr((self.options()[0], odd)), values(roots, known)), held
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
         """Step the schedulers after a step, or after an ``epoch``."""
@@ -166,14 +206,24 @@ class Phased:
         ]
         self.optimizers = [optimizer for phase in self._phases for optimizer in phase.optimizers]
         self._done = 0
-        self.foreign = any(phase.foreign for phase in self._phases)
-        self.whole = any(phase.whole for phase in self._phases)
+        for name in ("foreign", "custom", "whole"):
+            setattr(self, name, any(getattr(phase, name) for phase in self._phases))
         self.norm_dtype = torch.float64 if self.whole else self._phases[0].norm_dtype
 
     @property
     def _next(self) -> Update:
         """The update of the next phase."""
         return self._phases[self._rounds.at(self._done).phase]
+
+    @property
+    def apart(self) -> bool:
+        """Whether that of any phase may keep state that no other process can go on from."""
+        return any(phase.apart for phase in self._phases)
+
+    @apart.setter
+    def apart(self, value: bool) -> None:
+        for phase in self._phases:
+            phase.apart = value
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._next, name)
@@ -315,23 +365,25 @@ def check_no_global_hooks() -> None:
 
 
 def _foreign(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is not torch's own, or hooked: it may look at all parameters at once, or hide state."""
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return not type(optimizer).__module__.startswith("torch.optim") or bool(hooked)
+    return not type(optimizer).__module__.startswith("torch.optim")
+
+
+def _hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody else's code runs with its step. A schedule's wrapper only notes that there was a step."""
+    own = vars(optimizer).get("step")
+    wrapped = own is not None and inspect.unwrap(own) is not inspect.unwrap(type(optimizer).step)
+    return wrapped or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
     """``optimizer.step()`` without what torch wraps around its own: a profiler's record and marks for its compiler.
 
     That saves 11 us a step, and importing the compiler (0.7 s) in a worker. With hooks or a differentiable optimizer,
-    and for optimizers from elsewhere, it is called as it is. A schedule's wrapper only notes that there was a step.
+    and for optimizers from elsewhere, it is called as it is.
     """
-    kind = type(optimizer)
-    plain = inspect.unwrap(kind.step)
-    own = vars(optimizer).get("step")
     if (
         _foreign(optimizer)
-        or (own is not None and inspect.unwrap(own) is not plain)
+        or _hooked(optimizer)
         or optimizer.defaults.get("differentiable", True)
         or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
     ):
@@ -344,7 +396,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         return
     optimizer._opt_called = True  # type: ignore[attr-defined]
     with torch.no_grad():
-        plain(optimizer)
+        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 def step_alone(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dict[str, Any]:

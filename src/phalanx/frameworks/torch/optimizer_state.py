@@ -40,7 +40,7 @@ class OptimizerState:
     updates : Updates
     parameters : sequence of torch.Tensor
     pieces : sequence of StatePiece
-        Empty for optimizers from elsewhere, which may keep their state anywhere.
+        Empty for foreign optimizers, which may keep their state anywhere.
     averages : Averages or None
     """
 
@@ -51,7 +51,7 @@ class OptimizerState:
         pieces: Sequence[StatePiece],
         averages: Averages | None = None,
     ) -> None:
-        self._foreign = updates.foreign
+        self._updates, self._described = updates, False
         self._optimizers: list[Any] = [*updates.optimizers, *([] if averages is None else [averages])]
         self._parameters = parameters
         self._pieces = pieces
@@ -80,14 +80,16 @@ class OptimizerState:
             holder, key = self._places[piece]
             if holder is not latest:
                 latest, state = holder, holder[0].state.get(holder[1])
-            if state and (value := state.get(key)) is not None:
-                self._check(self._pieces[piece], value)
-                present[piece] = value
+            if state:
+                self._check_known(self._pieces[piece].parameter)
+                if (value := state.get(key)) is not None:
+                    self._check(self._pieces[piece], value)
+                    present[piece] = value
         return present
 
     def adopt(self, pieces: Mapping[int, torch.Tensor], *, more: bool = False) -> None:
-        """Use these tensors as pieces, and forget all others; ``more``: keep the others."""
-        if not more and not self._foreign:
+        """Use these tensors as pieces, and forget all others, but for what was described; ``more``: keep the others."""
+        if not more and not self._described:
             for optimizer in self._optimizers:
                 optimizer.state.clear()
         for piece, home in pieces.items():
@@ -100,10 +102,10 @@ class OptimizerState:
         return on_device({key: tensor}, parameter, optimizer)[key]
 
     def foreign(self, indices: Iterable[int]) -> list[Any] | None:
-        """The state of optimizers from elsewhere, by value: for each its state by parameter, and all else."""
-        if not self._foreign:
-            for index in indices:
-                self._check_known(index)
+        """All state of optimizers that keep some apart, by value: for each its state by parameter, and all else."""
+        for index in indices:
+            self._check_known(index)
+        if not self._updates.apart:
             return None
         described: list[Any] = []
         for optimizer in self._optimizers:
@@ -114,6 +116,7 @@ class OptimizerState:
 
     def take_foreign(self, described: Sequence[Any] | None, indices: Iterable[int]) -> None:
         """Take over described state of these parameters."""
+        self._described = described is not None
         if described is None:
             return
         wanted = set(indices)
@@ -125,17 +128,20 @@ class OptimizerState:
             optimizer.state.update(beside)
 
     def _check(self, piece: StatePiece, value: torch.Tensor) -> None:
-        self._check_known(piece.parameter)
         now, expected = _spec(value), piece.spec
         if (now.shape, now.dtype) != (expected.shape, expected.dtype):
             raise _unforeseen(f"{checks.outline(now)} where {checks.outline(expected)} was to be")
 
     def _check_known(self, index: int) -> None:
-        """Refuse state of a parameter that has no place: it would get lost with this process."""
+        """Refuse state of a parameter that has no place: it would get lost with this process. Hooks may keep some."""
+        if self._updates.apart:
+            return
         for number, optimizer in enumerate(self._optimizers):
             for key, value in optimizer.state.get(self._parameters[index], {}).items():
                 if value is not None and (number, index, key) not in self._known:
-                    raise _unforeseen(f"{key!r}")
+                    if not self._updates.custom:
+                        raise _unforeseen(f"{key!r}")
+                    self._updates.apart = True
 
 
 class Averages:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import operator
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ from phalanx.plan import update_key
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 EXAMPLE = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)"
-VERSION = operator.attrgetter("_version")
 AFTER = "do what depends on weights after the update, in optimizer.register_step_post_hook(lambda optimizer, *_: ...)"
 WITHHELD = (
     "while it is stepped, the parameters of groups and the optimizer's state are None: every worker steps it, at its "
@@ -54,15 +52,23 @@ class Schedules:
     optimizers : sequence of torch.optim.Optimizer
     named : sequence of (str, torch.nn.Parameter)
         All parameters of the model.
+    buffers : sequence of (str, torch.Tensor)
+        All its buffers.
     """
 
-    def __init__(self, definition: Definition, optimizers: Sequence[torch.optim.Optimizer], named: Named) -> None:
+    def __init__(
+        self,
+        definition: Definition,
+        optimizers: Sequence[torch.optim.Optimizer],
+        named: Named,
+        buffers: Sequence[tuple[str, torch.Tensor]],
+    ) -> None:
         make, by_epochs = definition.scheduler, definition.schedule_every == "epoch"
         self._epoch_ended = definition.epoch_ended if by_epochs else None
         self._on_metric = definition.schedule_on is not None
         self._counted = {"steps": 0, "total": 0.0, "metrics": 0}  # where epochs are counted; follows from losses
         self._seed, self._steps = definition.seed, 0
-        self._optimizers, self._named = optimizers, named
+        self._optimizers, self._tensors = optimizers, [*named, *buffers]
         self._parameters = [parameter for _, parameter in named]
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._schedulers = [] if make is None else [_made(make, optimizer) for optimizer in optimizers]
@@ -129,7 +135,7 @@ class Schedules:
         vars(self).pop("options_checksum", None)
         if self._drawing:
             generators.seed(update_key(self._seed, self._steps - 1), self._owned)
-        versions = list(map(VERSION, self._parameters))
+        versions = [tensor._version for _, tensor in self._tensors]
         states = [optimizer.state for optimizer in self._optimizers]
         members = [group["params"] for group in self._groups]
         self._put([None] * len(states), [None] * len(members))
@@ -158,11 +164,11 @@ class Schedules:
         states = [optimizer.state for optimizer in self._optimizers]
         if [states, groups] != [[None] * len(states), [None] * len(self._groups)]:
             raise UsageError(f"scheduler replaced what is not its own; {WITHHELD}")
-        if (now := list(map(VERSION, self._parameters))) != versions:
-            name = next(name for (name, _), *pair in zip(self._named, versions, now, strict=True) if pair[0] != pair[1])
+        now = [tensor._version for _, tensor in self._tensors]
+        if written := [name for (name, _), *pair in zip(self._tensors, versions, now, strict=True) if len({*pair}) > 1]:
             raise UsageError(
-                f"scheduler wrote parameter {name!r}; every worker steps the scheduler, and they share the weights: "
-                f"{AFTER}"
+                f"scheduler wrote parameter or buffer {written[0]!r}; every worker steps the scheduler, and they "
+                f"share the weights: {AFTER}"
             )
 
     def options(self) -> list[Any]:

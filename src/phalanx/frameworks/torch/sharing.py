@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import mmap
 import sys
 import weakref
@@ -57,14 +58,23 @@ class Sharing:
     collector: Collector
     environment: AbstractContextManager[None]
     devices: Sequence[str]
-    portable: bool  # optimizers from elsewhere may keep some of the state in attributes
+    movable: bool
     arrays: Arrays = arithmetic
-    moving_seconds = 0.2  # of making the arena and forking workers
     averaging: tuple[float, Weights | None] | None = None
     listen: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.listen = self.collector.listen
+
+    @property
+    def moving_seconds(self) -> float:
+        """For making the arena and forking workers. What hooks keep apart stays where it is."""
+        return math.inf if self.updates.custom else 0.2
+
+    @property
+    def portable(self) -> bool:
+        """Custom optimizers may keep some of the state apart."""
+        return self.movable and not self.updates.apart
 
     @functools.cached_property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -91,6 +101,7 @@ class Sharing:
             contents = dataclasses.replace(self._contents(known.state, 1), frozen=known.frozen, private=known.private)
         if placement.copies:
             contents = unshared(contents)
+            self.movable = not self.updates.custom  # nobody says what hooks keep apart
         alone = self.updates.whole and not placement.copies
         owners = [0] * len(self.parameters) if alone else contents.owners(placement.workers)
         return lay_out(contents, owners, placement, take)
@@ -116,14 +127,14 @@ class Sharing:
         return looks[known].follow()
 
     def _contents(self, state: list[StatePiece], replicas: int) -> Contents:
-        """No weight is frozen where a lone replica's forward, or a foreign optimizer, may write any."""
+        """No weight is frozen where a lone replica's forward, or a custom optimizer, may write any."""
         storages = storages_of(self.parameters)
         numbers = {address: number for number, address in enumerate(storages)}
         storage_of = [numbers[parameter.untyped_storage().data_ptr()] for parameter in self.parameters]
         trained = {number for number, each in zip(storage_of, self.parameters, strict=True) if each.requires_grad}
         sizes = [storage.nbytes() for storage in storages.values()]
         frozen = [number for number, size in enumerate(sizes) if size and number not in trained]
-        if replicas == 1 or self.updates.foreign:
+        if replicas == 1 or self.updates.custom:
             frozen = []
         gradients = list(map(spec_of, self.parameters))
         size = sum(spec.nbytes for number, spec in zip(storage_of, gradients, strict=True) if number not in frozen)

@@ -52,10 +52,10 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
     SnapshotError
         It is of another model, or not what ``captured`` makes.
     """
-    if updates.foreign and state.facts:
+    if updates.custom and state.facts:
         checks.warn(
-            "the optimizer is not one of torch's own: what it keeps outside optimizer.state is not in snapshots, so "
-            "that the run may go on differently"
+            "the optimizer is not one of torch's own, or has step hooks: what these keep outside optimizer.state is "
+            "not in snapshots, so that the run may go on differently"
         )
     _adopt_weights(model, state.weights)
     if not state.facts:
@@ -70,7 +70,7 @@ def adopt(model: torch.nn.Module, updates: Updates, state: Captured) -> None:
             described, beside = (decoded(part, find, f"optimizer.{number}") for part in theirs)
             for name, value in described.items():
                 optimizer.state[parameters[name]] = on_device(value, parameters[name], optimizer)
-            check_like(beside, beside if updates.foreign else {}, f"optimizer.{number}")
+            check_like(beside, beside if updates.custom else {}, f"optimizer.{number}")
             optimizer.state.update(beside)
         options = decoded(state.facts["options"], find, "options")
         if remaining:

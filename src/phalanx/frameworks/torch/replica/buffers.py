@@ -2,8 +2,13 @@
 
 A buffer whose bytes are equal on all replicas that ran keeps those bytes (a folded mean of equal floats would change
 constants). Otherwise floating and complex ones become the mean, weighted by sample count and added in the fold's order;
-others, and floats of a byte, which torch cannot add, take the first replica's. So replicas themselves carry nothing
-from step to step and may run anywhere.
+others, and floats of a byte, which torch cannot add, take the first replica's. A recipe may say otherwise by name. So
+replicas themselves carry nothing from step to step and may run anywhere. Then the optimizers are stepped; what they or
+their hooks write into buffers is kept.
+
+A queue is no running statistic, and its mean is nonsense. It shows where a step leaves some slices as they are, while
+replicas write others unlike. A moving average leaves only what it has come to: zeros of inputs that are always 0, and
+constants of codes that were never used. So slices in which all elements are equal say nothing, and none of one element.
 
 On a device nothing is read back. Buffers are taken to be written by every forward pass: no counter of torch's tells
 (batch norm writes its statistics uncounted), and comparing would wait for the device. Whether replicas left equal bytes
@@ -13,17 +18,26 @@ is found out, and decided, on the device, for all buffers of a dtype together: a
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from phalanx.definition.checks import answer, warn
+from phalanx.definition.fields import matches
 from phalanx.definition.plain import inexact
 from phalanx.errors import UsageError
-from phalanx.frameworks.torch.arithmetic import bytes_of, copy_all, is_dense, same_bytes
+from phalanx.frameworks.torch.arithmetic import WHOLE, bytes_of, checksum, copy_all, is_dense, same_bytes
 from phalanx.plan import share_weights
 from phalanx.plan.fold import fold_mean
 
 Left = list[torch.Tensor]  # all buffers that are not None, as a forward pass left them
+EARLY = 3  # steps in which a queue is refused
+LOOKED = frozenset((*range(EARLY), *(10**power for power in range(1, 16))))
+QUEUE = (
+    "buffer {0!r} looks like a queue: replicas wrote different values into a part of it, and left the rest as it was. "
+    "Their mean is not what one device would have. Say how it is settled: buffers={{{0!r}: 'first'}} keeps what the "
+    "first replica wrote, 'mean' averages it; or use replicas=1 (all are part of the answer)"
+)
 
 
 class Buffers:
@@ -34,15 +48,32 @@ class Buffers:
     Parameters
     ----------
     model : torch.nn.Module
+    rules : mapping of str to str, optional
+        "mean", "first" or "refuse" by names, as in a recipe.
+
+    Attributes
+    ----------
+    told : float
+        A checksum of what the last update wrote into buffers, for workers to compare; 0 where none was seen here.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, rules: Mapping[str, str] | None = None) -> None:
         self._model = model
         self._places = _places(model)
+        self.told = 0.0
+        self._warn_once = functools.cache(warn)
         self._tensors = [module._buffers[name] for _, module, name in self._places]
         self._remote = any(tensor.device.type != "cpu" for tensor in self.tensors)  # looking at bytes would wait
         self._checked = False
         self.begin_here()
+        rules, paths = rules or {}, self.paths
+        for wanted in rules:
+            if not any(matches(wanted, path) for path in paths):
+                raise UsageError(f"buffers names {wanted!r}, and no buffer is called so; {answer(wanted, paths, {})}")
+        self._rules = [next((rule for name, rule in rules.items() if matches(name, path)), "") for path in paths]
+        self._means = [
+            inexact(start.dtype) and rule != "first" for start, rule in zip(self.starts, self._rules, strict=True)
+        ]
 
     @property
     def starts(self) -> Left:
@@ -72,7 +103,7 @@ class Buffers:
 
     def expect(self) -> None:
         """Another worker settles the step's start: look there before the next forward pass."""
-        self._dirty = bool(self._places)
+        self._dirty, self.told = bool(self._places), 0.0
 
     def begin(self) -> None:
         """Announce a forward pass: it starts from the step's start."""
@@ -85,7 +116,17 @@ class Buffers:
             self._write()
             self._dirty = False
 
-    def left(self) -> Left:
+    def keep(self) -> list[str]:
+        """Take what the optimizers have just written as the step's start; returns of which. Devices do not compare."""
+        now = self.left("the optimizer or its step hook")
+        pairs = zip(self.starts, now, strict=True)
+        wrote = {path: pair for path, pair in zip(self.paths, pairs, strict=True) if pair[0] is not pair[1]}
+        self.told = 0.0 if self._remote else 1.0 + checksum([value for _, value in wrote.values()])
+        copy_all(wrote.values())
+        self._dirty = bool(self._places)
+        return list(wrote)
+
+    def left(self, where: str = "forward") -> Left:
         """The buffers as the forward pass left them: copies, or the step's start itself where nothing changed."""
         if not self._checked:
             self._check_places()
@@ -99,11 +140,11 @@ class Buffers:
                 continue
             if start is None or value is None or (value.shape, value.dtype) != (start.shape, start.dtype):
                 raise UsageError(
-                    f"buffer {path!r} went from {_spell(start)} to {_spell(value)} in forward, but buffers must keep "
+                    f"buffer {path!r} went from {_spell(start)} to {_spell(value)} in {where}, but buffers must keep "
                     "shape and dtype; create it in __init__ as it is to be, or keep it in a plain attribute"
                 )
             if now.setdefault(id(tensor), value) is not value:
-                raise UsageError(f"buffer {path!r} is shared by modules, but forward assigned it in only some of them")
+                raise UsageError(f"buffer {path!r} is shared by modules, but {where} assigned it in only some of them")
             if self._remote:
                 buffers.append(value.detach())
             else:
@@ -113,10 +154,13 @@ class Buffers:
                 row.put(buffers, row.flat(buffers))
         return buffers
 
-    def settle(self, replicas: Sequence[tuple[int, Left]]) -> None:
+    def settle(self, step: int, replicas: Sequence[tuple[int, Left]]) -> None:
         """Write the settled buffers of one step, given (samples, buffers) of each replica that ran, in order."""
         if not self._places:
             return
+        columns = list(zip(*(left for _, left in replicas), strict=True))
+        if step in LOOKED or "refuse" in self._rules:
+            self._look(step, columns)
         weights = share_weights([samples for samples, _ in replicas])
         if self._remote:
             settled = self.starts
@@ -126,28 +170,36 @@ class Buffers:
             self._write()
             self._dirty = False
             return
-        columns = zip(*(buffers for _, buffers in replicas), strict=True)
-        for start, column in zip(self.starts, columns, strict=True):
-            value = self._settled(list(column), weights)
+        for start, column, mean in zip(self.starts, columns, self._means, strict=True):
+            value = mean_of(column, weights) if mean and not _alike(column) else column[0]
             if value is not start:
                 start.copy_(value)
         self._write()
         self._dirty = False
 
-    def _settled(self, values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-        """The settled value of a buffer that the replicas left as ``values``; the first itself if that is kept."""
-        first, *others = values
-        if not others or not inexact(first.dtype):
-            return first
-        return first if all(same_bytes(first, other) for other in others) else mean_of(values, weights)
+    def _look(self, step: int, columns: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Refuse buffers that differ and may not, or that are queues; a queue that is seen late causes a warning."""
+        for path, start, rule, column in zip(self.paths, self.starts, self._rules, columns, strict=True):
+            if rule == "refuse" and not _alike(column):
+                raise UsageError(
+                    f"buffer {path!r} differs over replicas, which buffers={{...: 'refuse'}} refuses; say 'mean' or "
+                    "'first', or write the same on all replicas"
+                )
+            if not rule and step in LOOKED and is_queue(start, column):
+                owner = self._model.get_submodule(path.rpartition(".")[0])
+                if type(owner).__module__.startswith("torch."):
+                    continue
+                if step < EARLY:
+                    raise UsageError(QUEUE.format(path))
+                self._warn_once(QUEUE.format(path))
 
     @functools.cached_property
     def _rows(self) -> list[FlatBuffers]:
-        """All buffers, by dtype."""
-        numbers: dict[torch.dtype, list[int]] = {}
-        for number, start in enumerate(self.starts):
-            numbers.setdefault(start.dtype, []).append(number)
-        return [FlatBuffers(self.starts, mine) for mine in numbers.values()]
+        """All buffers, by dtype, and those of which the first replica's is taken."""
+        numbers: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for number, (start, mean) in enumerate(zip(self.starts, self._means, strict=True)):
+            numbers.setdefault((start.dtype, mean), []).append(number)
+        return [FlatBuffers(self.starts, mine, mean=mean) for (_, mean), mine in numbers.items()]
 
     def _write(self) -> None:
         """Put the buffers back to the step's start. Equal ones stay unwritten: constants may be read-only."""
@@ -181,6 +233,23 @@ def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
     ]
 
 
+def _alike(column: Sequence[torch.Tensor]) -> bool:
+    return all(same_bytes(column[0], other) for other in column[1:])
+
+
+def is_queue(start: torch.Tensor, column: Sequence[torch.Tensor]) -> bool:
+    """Whether replicas wrote some slices unlike, and none wrote others, whose elements are not all equal."""
+    if start.dtype not in WHOLE or not start.is_floating_point() or _alike(column):
+        return False
+    bits, *others = (value.view(WHOLE[start.dtype]) for value in (start, *column))
+    moved = torch.stack([value != bits for value in others]).any(0)
+    for dim, length in enumerate(start.shape):
+        rows, written = (each.movedim(dim, 0).reshape(length, -1) for each in (start, moved))
+        if ((rows != rows[:, :1]).any(1) & ~written.any(1)).any():
+            return True
+    return False
+
+
 class FlatBuffers:
     """Buffers of one dtype on a device, one after another in flat memory.
 
@@ -190,14 +259,16 @@ class FlatBuffers:
         All buffers of the model.
     numbers : sequence of int
         Those of this dtype.
+    mean : bool
+        Whether they become a mean where they differ, and not the first replica's.
     """
 
-    def __init__(self, starts: Left, numbers: Sequence[int]) -> None:
+    def __init__(self, starts: Left, numbers: Sequence[int], *, mean: bool) -> None:
         own = [starts[number] for number in numbers]
         self._numbers, self._shapes = numbers, [value.shape for value in own]
         self._sizes = [value.numel() for value in own]
         self._device = own[0].device
-        self._mean = inexact(own[0].dtype)
+        self._mean = mean
 
     def flat(self, buffers: Left) -> torch.Tensor:
         """A copy of the values, of all the model's buffers, that belong here."""

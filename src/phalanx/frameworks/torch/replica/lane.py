@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -76,6 +77,10 @@ class Lane:
         self.model = model
         self.named = list(model.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]
+        places: list[Any] = [part for module in model.modules() for part in (module._parameters, module._modules)]
+        self._members = [(place, dict(place)) for place in places]
+        self._values = [place.values() for place in places]
+        self._ids = self._now()
         self._read_batch = batch
         self.buffers = buffers
         self._shared = definition.replicas > 1
@@ -99,7 +104,10 @@ class Lane:
         gradients in between.
         """
         if watch is not None:
-            yield from (self.watched(one, watch) for one in todo)
+            for one in todo:
+                computed = self.watched(one, watch)
+                self.check_members()
+                yield computed
             return
         previous: tuple[Todo, Gradient] | None = None  # the replica before
         for one in todo:
@@ -117,6 +125,8 @@ class Lane:
             previous = None
             if computed.gradient is not None and _weight(one, computed.weight) == 1:
                 previous = one, computed.gradient
+            if one is todo[-1]:
+                self.check_members()
             yield computed
 
     def gradient(self, todo: Todo, onto: Gradient | None = None, watch: Watch | None = None) -> Computed:
@@ -144,6 +154,28 @@ class Lane:
             return Computed(read, weight, taken, buffers, named)
         finally:
             self._retrain(trained)
+
+    def _now(self) -> list[int]:
+        return list(map(id, itertools.chain.from_iterable(self._values)))
+
+    def check_members(self) -> None:
+        """Refuse parameters that forward put in place of others, or made, and take them out.
+
+        Modules may come and go if they have none. All are looked at in each step, and that takes a microsecond.
+        """
+        if self._now() == self._ids:
+            return
+        was, now = dict(self.named), dict(self.model.named_parameters())
+        if differing := [name for name in was | now if now.get(name) is not was.get(name)]:
+            for place, content in self._members:
+                place.clear()
+                place.update(content)
+            raise UsageError(
+                f"forward made, replaced or removed parameter {differing[0]!r}, but the optimizer has those that "
+                "make_model made; make all in __init__, and in place of assigning to one, use the new value itself, as "
+                "in scale = self.scale.clamp(-1, 1)"
+            )
+        self._ids = self._now()
 
     def _trained_now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.parameters]
@@ -260,6 +292,7 @@ class Lane:
             finally:
                 self.buffers.restore()
                 self._retrain(trained)
+        self.check_members()
         self._check_unwritten(versions, "in an evaluation")
         return functools.partial(metrics.read, values, len(share.samples))
 
