@@ -126,7 +126,7 @@ def held_by(value: Any) -> dict[str, Any]:
     return {**held, **own_of(value)}
 
 
-def own_of(value: Any) -> Mapping[str, Any]:
+def own_of(value: Any) -> Any:
     """The dict of an object itself; empty where it has none."""
     try:
         return object.__getattribute__(value, "__dict__")

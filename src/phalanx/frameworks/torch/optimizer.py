@@ -392,7 +392,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         except Exception as error:
             if "closure" not in str(error):
                 raise
-            raise _with_closure(kind) from error
+            raise _with_closure(type(optimizer)) from error
         return
     optimizer._opt_called = True  # type: ignore[attr-defined]
     with torch.no_grad():
