@@ -526,9 +526,10 @@ def test_an_average_stays_on_devices(tmp_path, fake):
 
 
 class Growing(torch.utils.data.Dataset):
-    """Samples that a callback changes."""
+    """Samples that a callback changes, in an array: that is not seen."""
 
-    factor = 1.0
+    def __init__(self):
+        self.factor = torch.ones(1)
 
     def __len__(self):
         return 8

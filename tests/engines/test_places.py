@@ -20,7 +20,7 @@ class Updates:
     """What ``find_pieces`` looks at."""
 
     def __init__(self, *optimizers, foreign=False):
-        self.optimizers, self.foreign = optimizers, foreign
+        self.optimizers, self.foreign, self.apart = optimizers, foreign, foreign
 
 
 def parameters():

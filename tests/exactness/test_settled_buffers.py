@@ -146,7 +146,7 @@ def test_the_device_path_obeys():
         buffers = Buffers(model, {"b": "first"})
         buffers._remote = remote  # planted
         ran = [(1, [torch.full((3,), value).to(each.dtype) for each in buffers.starts]) for value in (1.0, 2.0)]
-        buffers.settle(7, ran)
+        buffers.settle(ran, 7)
         answers.append([each.tolist() for each in buffers.starts])
         model.zero_grad()
         for each in model.buffers():

@@ -147,6 +147,7 @@ def test_generators_and_threads_are_the_runs():
     assert_same(*results)
 
 
+@pytest.mark.filterwarnings("ignore:a callback, or code around the run, adds to loss_fn")
 def test_what_a_failed_step_had_is_not_lost():
     """A step that failed has the same samples when it is done again, and a batch of the caller's comes between."""
     failing = [2]

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 from greenlet import getcurrent
 
+from phalanx.definition.described import CODE, OPTIONS
 from phalanx.definition.evaluation import Evaluation
 from phalanx.engines.hosts import beacon, driver, gloo, members, stores, world
 from phalanx.errors import PhalanxError
@@ -85,7 +86,8 @@ class Simulation(Observer):
         self.troubles = {}  # when something befell a host, or a link, last
         self.definition = SimpleNamespace(
             replicas=REPLICAS, total=steps, updates=steps, epochs=None, phases=None, rounds=Rounds(), stream=False,
-            source=None, plan=SimpleNamespace(steps=steps), schedule_on=None, batch_size=8, epoch_ended=bool,
+            source=None, plan=SimpleNamespace(steps=steps), schedule_on=None, batch_size=8, epoch_ended=bool, seed=0,
+            **dict.fromkeys((*CODE, *OPTIONS)),
         )  # fmt: skip
 
     def run(self):

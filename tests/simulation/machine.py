@@ -113,6 +113,7 @@ class Machine:
     """Implements ``seams.Framework``, ``Sharing``, ``SharedState``, ``Arithmetic`` and ``Arrays`` in one."""
 
     name, direct, devices, opened, environment = "machine", True, (), None, contextlib.nullcontext()
+    written = ()
 
     def __init__(self, host):
         self.portable, self._raises = host.portable, host.raises
@@ -211,6 +212,8 @@ class Dealer:
         self._replicas = definition.replicas
 
     def planned(self, step):
-        return [SimpleNamespace(samples=numpy.array([replica]), step=step) for replica in range(self._replicas)]
+        return [
+            SimpleNamespace(samples=numpy.array([replica]), step=step, epoch=0) for replica in range(self._replicas)
+        ]
 
     brought = planned

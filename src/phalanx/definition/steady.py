@@ -153,11 +153,13 @@ def _reads(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[An
     if isinstance(value, CONTAINERS):
         if len(value) <= FEW:
             yield LENGTH, len, value
-            for number, key in enumerate(list(value)):
-                if isinstance(value, dict):  # get adds nothing to a defaultdict
+            # By the methods of the built-in class: those of a subclass may run the user's code.
+            usual: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
+            for number, key in enumerate([*usual.__iter__(value)]):
+                if usual is dict:  # get adds nothing to a defaultdict
                     yield f"[{key!r}]", functools.partial(dict.get, value), key
-                elif isinstance(value, (list, deque)):
-                    yield f"[{number}]", value.__getitem__, number
+                elif usual is not set:
+                    yield f"[{number}]", functools.partial(usual.__getitem__, value), number
         return
     if isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)

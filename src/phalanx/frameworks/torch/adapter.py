@@ -109,7 +109,7 @@ class Torch:
         if buffers is None:
             self._lane.buffers.expect()
         else:
-            self._lane.buffers.settle(step, buffers)
+            self._lane.buffers.settle(buffers, step)
         self._updates.apply(step, gradient)
         if buffers is not None and self._updates.custom:
             self.written = self._lane.buffers.keep()

@@ -154,7 +154,7 @@ class Buffers:
                 row.put(buffers, row.flat(buffers))
         return buffers
 
-    def settle(self, step: int, replicas: Sequence[tuple[int, Left]]) -> None:
+    def settle(self, replicas: Sequence[tuple[int, Left]], step: int = -1) -> None:
         """Write the settled buffers of one step, given (samples, buffers) of each replica that ran, in order."""
         if not self._places:
             return
