@@ -162,7 +162,8 @@ class Machine:
         return Captured({}, {}, {"state": self.state})
 
     def lay_out(self, placement, take, known=None):
-        return lay_out(CONTENTS, CONTENTS.owners(placement.workers), placement, take)
+        owners = CONTENTS.owners(placement.workers) if self.portable else [0] * PARAMETERS  # one has all of it
+        return lay_out(CONTENTS, owners, placement, take)
 
     def open(self, layout, arena, worker):
         if worker is not None:
@@ -190,19 +191,24 @@ class Machine:
         return {piece: self.state.momenta[piece] for piece in absent if piece in self.state.momenta}
 
     def adopt(self, pieces, *, more=False):
-        self.state.momenta = {**(self.state.momenta if more else {}), **pieces}
+        self.state.momenta = {**(self.state.momenta if more or not self.portable else {}), **pieces}
 
     def rest(self):
-        return None, self.state.option
+        """An optimizer that is not portable describes its state by value."""
+        described = {index: list(value) for index, value in self.state.momenta.items()}
+        return None if self.portable else described, self.state.option
 
     def take(self, foreign, options):
         self.state.option = options
+        if foreign is not None:
+            self.state.momenta = {index: list(value) for index, value in foreign.items()}
 
     def weights(self, numbers=None):
         return self.state.weights
 
     def take_arrays(self, weights, buffers):
-        self.state = State(list(map(list, weights)), {}, list(buffers[0]), self.state.option)
+        momenta = {} if self.portable else self.state.momenta
+        self.state = State(list(map(list, weights)), momenta, list(buffers[0]), self.state.option)
 
 
 class Dealer:

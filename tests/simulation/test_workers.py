@@ -271,12 +271,13 @@ def hunted(case, seeds):
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name):
-    """Each is found within a minute, by a script of at most 30 entries."""
+    """Each is found within a minute, by a script of at most 30 entries: the shortest that two seeds come to."""
     owner, method, planted, case = PLANTED[name]
     with mock.patch.object(owner, method, planted):
-        seed, script = hunted(case, range(2000))
-        assert seed is not None
-        short, spelled_out = spell(script, case, seed)
+        first, script = hunted(case, range(2000))
+        second, other = hunted(case, range((first or 0) + 1, 4000))
+        assert None not in (first, second)
+        short, spelled_out = min(spell(script, case, first), spell(other, case, second), key=lambda pair: len(pair[0]))
     print(name, spelled_out)
     assert len(short) <= 30
     assert fails(dict(short), case)[0] is None  # the real code bears it
