@@ -32,7 +32,6 @@ EVERY_TIME = {
         "engines/test_falls.py::test_all_workers_at_once": 1,
         "contract/test_contract.py::test_a_death_at_every_named_point": 1,
         "engines/test_starter.py::test_it_may_be_killed_while_it_starts": 1,
-        "engines/test_deadlines.py::test_a_long_evaluation_after_short_steps": 1,
         "engines/test_worker_errors.py::test_a_worker_that_is_killed_is_replaced": 1,
         "engines/test_deadlines.py::test_a_long_evaluation_after_short_steps": 1,
         "recovery/test_lifecycle.py::test_a_death_at_every_point_is_judged_as_what_it_is": 1,

@@ -693,7 +693,7 @@ def placed(recipe, blocks):
         for _ in range(recipe.plan.steps):
             engine.advance(None, recipe.plan.steps)
         metrics = Metrics(metric)
-        value = metrics.fold(engine.evaluate(metrics, held_out(recipe.data), CHUNK))["metric"]
+        value = metrics.fold(engine.evaluate(metrics, held_out(recipe.data), CHUNK), recipe.seed)["metric"]
         digest = engine.export(copy=True).digest
     finally:
         engine.close()

@@ -22,7 +22,7 @@ from phalanx.definition.joining import joined
 from phalanx.definition.plain import hashed
 from phalanx.definition.reachable import held_by
 from phalanx.errors import UsageError
-from phalanx.plan import Plan
+from phalanx.plan import Plan, evaluation_key
 from phalanx.plan.fold import fold_values
 
 Home = Callable[[Any], Any]  # copies a leaf of an output into host memory
@@ -263,16 +263,18 @@ class Metrics:
         """What each metric reads of what it saw; waits for devices."""
         return [metric.read(value, samples) for metric, value in zip(self._metrics.values(), values, strict=True)]
 
-    def fold(self, chunks: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    def fold(self, chunks: Sequence[Sequence[Any]], seed: int) -> dict[str, Any]:
         """The value of each metric, by name, given what was read of all chunks in order.
 
-        A metric with several values counts as several metrics.
+        A metric with several values counts as several metrics. What they draw is keyed, as what is drawn in chunks is.
         """
         values: dict[str, Any] = {}
-        for (name, metric), column in zip(self._metrics.items(), zip(*chunks, strict=True), strict=True):
-            value = metric.fold(column)
-            several = isinstance(value, dict) and type(metric) is not Predictions  # whose outputs may be a dict
-            values |= {f"{name}/{key}": each for key, each in value.items()} if several else {name: value}
+        with generators.kept(self.generators):
+            generators.seed(evaluation_key(seed, len(chunks)), self.generators)
+            for (name, metric), column in zip(self._metrics.items(), zip(*chunks, strict=True), strict=True):
+                value = metric.fold(column)
+                several = isinstance(value, dict) and type(metric) is not Predictions  # whose outputs may be a dict
+                values |= {f"{name}/{key}": each for key, each in value.items()} if several else {name: value}
         return values
 
 

@@ -40,7 +40,7 @@ from phalanx.errors import UsageError
 
 CALLED = ("forward", "__call__", "__getitem__", "__getitems__")  # methods that are called without being named
 NAMES = (*CALLED, "__wrapped__", "_modules", "_buffers", "_parameters")
-CONTAINERS = (dict, list, set, deque)
+CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
 MOST = 128  # objects that a root leads to, the nearest first
 FOUND = 2000  # objects that make_model leads to, among which classes are looked for
 SHOWN = 80  # letters of two values
@@ -154,7 +154,7 @@ def _reads(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[An
         if len(value) <= FEW:
             yield LENGTH, len, value
             # By the methods of the built-in class: those of a subclass may run the user's code.
-            usual: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
+            usual: Any = next(filter(functools.partial(isinstance, value), CONTAINERS))
             for number, key in enumerate([*usual.__iter__(value)]):
                 if usual is dict:  # get adds nothing to a defaultdict
                     yield f"[{key!r}]", functools.partial(dict.get, value), key

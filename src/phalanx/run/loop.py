@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from phalanx.definition import generators
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.checks import comparing, warn
 from phalanx.definition.data import spelled
@@ -23,7 +22,6 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.steady import Steady
 from phalanx.definition.streams import Supply
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
-from phalanx.plan import evaluation_key
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Evaluated, PhaseReport, StepReport, Training, Weights
 from phalanx.surroundings import interrupts
@@ -386,10 +384,8 @@ class Loop:
                 after.callback(self._code.settle)
             readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
             try:
-                with comparing(self._compared, tuple(metrics.names)), generators.kept(metrics.generators):
-                    # What a function under ``whole`` draws is keyed, as what workers draw is.
-                    generators.seed(evaluation_key(self._definition.seed, len(readings)), metrics.generators)
-                    values = metrics.fold(readings)
+                with comparing(self._compared, tuple(metrics.names)):
+                    values = metrics.fold(readings, self._definition.seed)
             except PhalanxError:
                 raise
             except Exception as error:
