@@ -20,7 +20,8 @@ class Updates:
     """What ``find_pieces`` looks at."""
 
     def __init__(self, *optimizers, foreign=False):
-        self.optimizers, self.foreign, self.apart = optimizers, foreign, foreign
+        self.optimizers, self.foreign = optimizers, foreign
+        self.apart = self.custom = foreign
 
 
 def parameters():

@@ -148,17 +148,21 @@ def _got(get: Callable[[Any], Any], key: Any) -> Any:
         return EMPTY
 
 
+def _base(value: Any) -> Any:
+    """The built-in class of a container: the methods of a subclass may run the user's code."""
+    return next(kind for kind in CONTAINERS if isinstance(value, kind))
+
+
 def _reads(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
     """The step to each part of a value that code with these names can read, and get(key), which reads it again."""
     if isinstance(value, CONTAINERS):
         if len(value) <= FEW:
             yield LENGTH, len, value
-            # By the methods of the built-in class: those of a subclass may run the user's code.
-            usual: Any = next(filter(functools.partial(isinstance, value), CONTAINERS))
+            usual = _base(value)
             for number, key in enumerate([*usual.__iter__(value)]):
-                if usual is dict:  # get adds nothing to a defaultdict
+                if isinstance(value, dict):  # get adds nothing to a defaultdict
                     yield f"[{key!r}]", functools.partial(dict.get, value), key
-                elif usual is not set:
+                elif not isinstance(value, set):
                     yield f"[{number}]", functools.partial(usual.__getitem__, value), number
         return
     if isinstance(value, FunctionType):
