@@ -162,7 +162,7 @@ def check_consistent(parts: Sequence[Part], written: Sequence[str] = ()) -> None
 
     ``written``: the buffers that the optimizer wrote in the last update. Where workers each did it, they compare them.
     """
-    if not parts[0].options and len({part.lr for part in parts} - {0.0}) > 1:
+    if written and not parts[0].options and len({part.lr for part in parts} - {0.0}) > 1:
         raise UsageError(
             f"the optimizer or its step hook wrote buffers ({', '.join(written)}), and workers came to different "
             "values; what it writes must follow from weights, buffers and gradients, not from a process or a clock"

@@ -47,6 +47,7 @@ class Run:
         self._loop = loop
         self._saver = saver  # also one of the observers in the loop
         self._terminated, self.closed = "", False
+        self._looked = False
         self._given = weakref.WeakSet[Any]()  # what the caller looks at, and may change; engines keep it
         self._times, self._predictor = (called, time.perf_counter()), predictor
         self.kept_in = kept_in  # run_dir, in processes that do not write to it, too
@@ -384,7 +385,7 @@ class Run:
 
     def _advance(self, batch: Any) -> StepReport:
         self._check_open()
-        for given in self._given:
+        for given in self._given if self._looked else ():  # an empty set of weak references takes a microsecond
             given.check()
         interrupts.check()
         with self._handed_over():
@@ -400,6 +401,7 @@ class Run:
     def _look(self) -> Exported:
         shown = self._engine.export(copy=False, digest=False)
         if shown.looked_at is not None:
+            self._looked = True
             self._given.add(shown.looked_at)
         return shown
 
