@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.chained import Behaviour, Chained, brought_as, fields_of
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
 from phalanx.checkpoint.named import fitted, loose_weights
-from phalanx.checkpoint.saver import LOSSES, Saver
+from phalanx.checkpoint.saver import LINK, LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.checkpoint.tensors import states_in
 from phalanx.definition import checks
@@ -27,6 +28,7 @@ from phalanx.seams import Engine, Framework
 from phalanx.seams.records import Captured, Evaluated, RunState, StepReport, Tensor
 
 ANYWAY = "anyway"  # for resume: go on although the recipe differs
+LINK_OF = re.compile("[0-9a-f]{64}")
 
 
 class ResumeState:
@@ -115,6 +117,7 @@ class ResumeState:
         losses = losses_in(earlier, rounds.updates(earlier.step))
         return RunState(
             losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds,
+            chain=link_of(earlier),
             gradients=self._gradients, averaging=self._averaging, made=self._recipe.get("made"),
         )  # fmt: skip
 
@@ -327,6 +330,12 @@ def read_any(path: pathlib.Path) -> Snapshot:
     if earlier is None:
         raise SnapshotError(f"{str(path)!r} has no snapshot")
     return earlier
+
+
+def link_of(earlier: Snapshot) -> str | None:
+    """The link of its run's chain at its step, if it says one."""
+    link = earlier.facts.get(LINK)
+    return link if isinstance(link, str) and LINK_OF.fullmatch(link) else None
 
 
 def losses_in(earlier: Snapshot, updates: int | None = None) -> list[float]:
