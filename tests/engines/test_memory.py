@@ -19,9 +19,9 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import place
 from phalanx.shared import memory
-from phalanx.surroundings import groups
 from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.memory import ALIGNMENT, UNLIMITED, Carver, Memory, available_bytes
+from phalanx.surroundings import groups
 from tests.families import FAMILIES
 
 MLP = FAMILIES["mlp"]
@@ -219,7 +219,11 @@ CORES = {  # what control groups say, and for how many of 8 processors that is t
     "a half": ({"proc__self__cgroup": "0::/a\n", "groups__a__cpu.max": "50000 100000\n"}, 1),
     "more than there are": ({"proc__self__cgroup": "0::/\n", "groups__cpu.max": "6400000 100000\n"}, 8),
     "a parent": (
-        {"proc__self__cgroup": "0::/a/b\n", "groups__a__b__cpu.max": "max 100000\n", "groups__a__cpu.max": "300000 100000"},
+        {
+            "proc__self__cgroup": "0::/a/b\n",
+            "groups__a__b__cpu.max": "max 100000\n",
+            "groups__a__cpu.max": "300000 100000",
+        },
         3,
     ),
     "a path of the host": ({"proc__self__cgroup": "0::/kubepods/x\n", "groups__cpu.max": "200000 100000\n"}, 2),

@@ -54,7 +54,8 @@ class RunDirectory:
             self.root = _made(self.path)
             self._held.add(files.locked(self.root / LOCK))
             self._log = files.LineFile(self._held.add(files.open_log(self.root / LOG)))
-            files.clear_away(self.root / SNAPSHOTS)
+            for folder in (self.root, self.root / SNAPSHOTS):
+                files.clear_away(folder)
         except BaseException as error:
             self._held.let_go()
             if isinstance(error, (OSError, ValueError)):
