@@ -115,11 +115,9 @@ def test_more_replicas_need_longer_lines(tmp_path, before, after, first):
     """
     mlp(before, steps=3).train(run_dir=tmp_path, engine="inline", progress=False)
     earlier = (tmp_path / CHAIN).read_bytes()
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="replicas is") as told:
         mlp(after, steps=5).train(run_dir=tmp_path, engine="inline", progress=False, resume="anyway")
-    texts = [str(warning.message) for warning in told]
-    assert "replicas is" in texts[0]
-    assert ["is kept as" in text for text in texts[1:]] == [True] * bool(first)
+    assert sum("is kept as" in str(warning.message) for warning in told) == bool(first)
     with Links(tmp_path / CHAIN) as links:
         assert (links.first, len(links), len(links[4]["losses"])) == (first, 5, after)
     if first:

@@ -203,7 +203,7 @@ def test_leftovers_of_any_kind(run_dir, wanted):
 
 
 def test_a_log_is_on_the_disk_before_a_snapshot_is(tmp_path, monkeypatch):
-    """A power loss may take what is not synced, and a run goes on from its snapshot: no line before it may be missing."""
+    """A power loss takes what is not synced, and a run goes on from its snapshot: no line before it may be missing."""
     log, synced, lines = tmp_path / "log.csv", [0], {}
     sync, write = os.fsync, snapshot.write
 
