@@ -121,6 +121,14 @@ def terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+def say(text: str) -> None:
+    """Write a line on stderr; no run ends because nobody reads it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"phalanx: {text}\n")
+            sys.stderr.flush()
+
+
 def shows(progress: bool | str) -> bool:
     """Whether progress is to be shown; "auto": if stderr is a terminal."""
     return sys.stderr is not None and (progress is True or (progress == "auto" and terminal()))
