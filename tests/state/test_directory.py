@@ -48,6 +48,47 @@ def free(run_dir):
     return False
 
 
+# Whose it is.
+
+
+OPEN = ("", "snapshots", "chain.jsonl", f"snapshots/step-{NEWER:012d}")  # what a run goes on from
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_everybody_may_write_is_not_gone_on_with(tmp_path, wanted, good, name):
+    """A stranger may have put weights there: refused with the path and the way out, which works; reading never is."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(good, run_dir)
+    path = run_dir / name
+    path.chmod(path.stat().st_mode | 0o022)
+    with pytest.raises(phalanx.UsageError, match="may be written by everybody") as refusal:
+        norm_recipe(STEPS).train(run_dir=run_dir, engine="inline")
+    assert repr(str(path.resolve())) in str(refusal.value)
+    assert phalanx.load(run_dir).step == NEWER
+    path.chmod(path.stat().st_mode & ~0o002)  # a group may write
+    assert_same(norm_recipe(STEPS).train(run_dir=run_dir, engine="inline"), wanted)
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_another_user_owns_is_not_gone_on_with(tmp_path, wanted, good, monkeypatch, name):
+    """The owner is named; ``resume="anyway"`` goes on."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(good, run_dir)
+    real, path = os.lstat, (run_dir / name).resolve()
+    other = os.geteuid() + 1234
+
+    def owned(target, **more):
+        facts = list(real(target, **more))
+        facts[4] = other if pathlib.Path(target) == path else os.geteuid()
+        return os.stat_result(facts)
+
+    monkeypatch.setattr(files.os, "geteuid", lambda: 77)  # planted: root goes on with everybody's
+    monkeypatch.setattr(files.os, "lstat", owned)  # planted
+    with pytest.raises(phalanx.UsageError, match=rf"belongs to another user \(uid {other}\)"):
+        norm_recipe(STEPS).train(run_dir=run_dir, engine="inline")
+    assert_same(norm_recipe(STEPS).train(run_dir=run_dir, engine="inline", resume="anyway"), wanted)
+
+
 # Who holds it.
 
 

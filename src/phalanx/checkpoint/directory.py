@@ -71,6 +71,21 @@ class RunDirectory:
         """Whether there is a snapshot of this step."""
         return snapshot.is_one(self.root / SNAPSHOTS / f"step-{step:012d}")
 
+    def check_own(self, step: int) -> None:
+        """Refuse to go on from the snapshot of a step if somebody else may have put it there.
+
+        Raises
+        ------
+        UsageError
+            Says what belongs to whom, and the ways out.
+        """
+        folder = self.root / SNAPSHOTS
+        if why := files.of_others([self.root, folder, self.root / CHAIN, folder / f"step-{step:012d}"]):
+            raise UsageError(
+                f"run_dir is {str(self.path)!r}, of which {why}, so that this run would train on what they put there; "
+                f"chmod -R o-w (or chown) it if all of it is yours, or go on all the same with resume='anyway'"
+            )
+
     def write(self, state: Snapshot) -> None:
         """Write a snapshot, then remove those that are too old; what is good is removed only after that.
 

@@ -80,7 +80,7 @@ class ResumeState:
             if run_dir is not None:
                 self._directory = RunDirectory(run_dir, keep)
                 self._earlier = newest_of(self._directory.root)
-                self._check_wanted(run_dir)
+                self._check_wanted(self._directory, run_dir)
             if warm_start is not None and self._earlier is None:
                 loose = loose_weights(warm_start)
                 self._weights = read_any(warm_start).weights if loose is None else loose
@@ -173,7 +173,9 @@ class ResumeState:
         if self._directory is not None:
             self._directory.close()
 
-    def _check_wanted(self, run_dir: pathlib.Path) -> None:
+    def _check_wanted(self, directory: RunDirectory, run_dir: pathlib.Path) -> None:
+        if self._earlier is not None and self._resume is True:
+            directory.check_own(self._earlier.step)
         if self._earlier is not None and not self._resume:
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {self._earlier.step} steps, and resume is False; "
