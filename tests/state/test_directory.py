@@ -92,6 +92,39 @@ def test_what_another_user_owns_is_not_gone_on_with(tmp_path, wanted, good, monk
 # Who holds it.
 
 
+@pytest.mark.parametrize("snapshot_every", [1, 100])
+def test_two_runs_that_both_got_the_lock(tmp_path, wanted, monkeypatch, snapshot_every):
+    """On a file system whose locks lie the later run goes on, to digest and root; the earlier ends, and says why."""
+    whole = norm_recipe(STEPS).train(run_dir=tmp_path / "whole", engine="inline")
+    monkeypatch.setattr(files.fcntl, "flock", lambda *_: None)  # planted
+    options = {"run_dir": tmp_path / "run", "engine": "inline", "snapshot_every": snapshot_every}
+    with norm_recipe(STEPS).start(**options) as first:
+        assert [next(first).step for _ in range(2)] == [0, 1]
+        later = norm_recipe(STEPS).start(**options)
+        assert next(later).step == later.resumed_from
+        with pytest.raises(phalanx.SnapshotError, match="another run has begun") as ended:
+            first.finish()
+        assert ended.value.result.steps == 3, "the state is whole"
+    with later:
+        later.finish()
+    result = later.result()
+    assert_same(result, wanted)
+    assert result.chain == whole.chain
+    assert phalanx.verify(norm_recipe(STEPS), tmp_path / "run", progress=False).status == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
+    """What is refused is not the directory, but its file system."""
+
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)  # planted
+    with pytest.raises(phalanx.UsageError, match="a file system that locks no files"):
+        norm_recipe(STEPS).train(run_dir=tmp_path, engine="inline")
+
+
 @pytest.mark.parametrize("warm_start", ["nothing", "good", "run"])
 def test_a_bad_warm_start_leaves_the_directory_free(tmp_path, wanted, good, warm_start):
     """What cannot be begun from is refused, and the next call begins, in this process too."""
