@@ -829,3 +829,56 @@ def test_workers_import_nothing_of_their_own(tmp_path):
     done = subprocess.run([sys.executable, "-c", PREPARED], capture_output=True, text=True, check=True)
     later = set(json.loads((tmp_path / "modules").read_text())) - set(json.loads(done.stdout))
     assert [name for name in later if name.split(".")[0] in ("phalanx", "torch", "numpy")] == []
+
+
+class Unreadable(io.StringIO):
+    """A stream whose reader has gone, or whose disk is full."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+    encoding = "utf-8"
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), ValueError("closed")]
+)
+def test_what_workers_print_ends_no_run(monkeypatch, capsys, error):
+    """Where it cannot be written, the run goes on to the same digest, and one line on stderr says so."""
+
+    def forward(model, batch):
+        print("from a worker", flush=True)
+        return model(batch[0])
+
+    x, y = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
+    recipe = phalanx.Recipe(
+        lambda: torch.nn.Linear(4, 2), (x, y), torch.nn.functional.cross_entropy, forward_fn=forward, replicas=2,
+        batch_size=8, steps=4,
+    )  # fmt: skip
+    expected = recipe.train(engine="inline").digest
+    monkeypatch.setattr(sys, "stdout", Unreadable(error))  # planted
+    assert recipe.train(workers=2, progress=False).digest == expected
+    assert capsys.readouterr().err.count("what workers print cannot be written") == 1
+
+
+def test_what_an_ascii_terminal_lacks_is_spelled(monkeypatch):
+    """Letters that the caller's stream does not have are shown by their numbers."""
+
+    def forward(model, batch):
+        print("sch\u00f6n", flush=True)
+        return model(batch[0])
+
+    x, y = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
+    recipe = phalanx.Recipe(
+        lambda: torch.nn.Linear(4, 2), (x, y), torch.nn.functional.cross_entropy, forward_fn=forward, replicas=2,
+        batch_size=8, steps=2,
+    )  # fmt: skip
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stream)  # planted
+    recipe.train(workers=2, progress=False)
+    stream.flush()
+    assert b"sch\\xf6n\n" in stream.buffer.getvalue()

@@ -21,6 +21,7 @@ from phalanx.plan.fold import place
 from phalanx.shared import memory
 from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.memory import ALIGNMENT, UNLIMITED, Carver, Memory, available_bytes
+from phalanx.surroundings import groups
 from tests.families import FAMILIES
 
 MLP = FAMILIES["mlp"]
@@ -146,8 +147,9 @@ def system(monkeypatch, tmp_path):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text)
 
-    monkeypatch.setattr(memory, "pathlib", types.SimpleNamespace(Path=lambda path: tmp_path / path.lstrip("/")))
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
+    for module in (memory, groups):
+        monkeypatch.setattr(module, "pathlib", types.SimpleNamespace(Path=lambda path: tmp_path / path.lstrip("/")))
+    monkeypatch.setattr(groups, "MOUNTED", tmp_path / "groups")
     return write
 
 
@@ -208,6 +210,49 @@ def test_files_that_are_missing_are_passed_over(system):
     assert available_bytes() == GB
     system(proc__self__cgroup="5:memory:/a\n")
     assert available_bytes() == 8_000_000 * 1024
+
+
+CORES = {  # what control groups say, and for how many of 8 processors that is time
+    "no group": ({}, 8),
+    "no limit": ({"proc__self__cgroup": "0::/\n", "groups__cpu.max": "max 100000\n"}, 8),
+    "one and a half": ({"proc__self__cgroup": "0::/\n", "groups__cpu.max": "150000 100000\n"}, 1),
+    "a half": ({"proc__self__cgroup": "0::/a\n", "groups__a__cpu.max": "50000 100000\n"}, 1),
+    "more than there are": ({"proc__self__cgroup": "0::/\n", "groups__cpu.max": "6400000 100000\n"}, 8),
+    "a parent": (
+        {
+            "proc__self__cgroup": "0::/a/b\n",
+            "groups__a__b__cpu.max": "max 100000\n",
+            "groups__a__cpu.max": "300000 100000",
+        },
+        3,
+    ),
+    "a path of the host": ({"proc__self__cgroup": "0::/kubepods/x\n", "groups__cpu.max": "200000 100000\n"}, 2),
+    "version 1": (
+        {
+            "proc__self__cgroup": "3:cpu,cpuacct:/a\n2:memory:/b\n",
+            "groups__cpu__a__cpu.cfs_quota_us": "250000\n",
+            "groups__cpu__a__cpu.cfs_period_us": "100000\n",
+        },
+        2,
+    ),
+    "version 1, no limit": (
+        {
+            "proc__self__cgroup": "3:cpu:/a\n",
+            "groups__cpu__a__cpu.cfs_quota_us": "-1\n",
+            "groups__cpu__a__cpu.cfs_period_us": "100000\n",
+        },
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_a_quota_of_time_leaves_fewer_cores(system, monkeypatch, name):
+    """Of 8 processors a container may keep as many busy as its quota has whole ones, and at least one."""
+    files, cores = CORES[name]
+    monkeypatch.setattr(groups, "processors", lambda: list(range(8)))
+    system(**files)
+    assert groups.usable_cores() == cores
 
 
 def test_this_machine_has_some():

@@ -1,5 +1,6 @@
 """The chain of a run: the same root wherever and however often its parts are done; a file that survives accidents."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -8,12 +9,13 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import pytest
 import torch
 
 import phalanx
-from phalanx.checkpoint.chain import CHAIN, ChainFile, Links
+from phalanx.checkpoint.chain import ASIDE, CHAIN, ChainFile, Links
 from phalanx.proof.difference import parting
 from tests.families import FAMILIES
 from tests.proof.jobs import mlp, ran
@@ -108,12 +110,54 @@ def test_batches_that_the_caller_brings(tmp_path):
 
 @pytest.mark.parametrize(("before", "after", "first"), [(2, 8, 3), (8, 2, 0)])
 def test_more_replicas_need_longer_lines(tmp_path, before, after, first):
-    """With more replicas, as ``resume="anyway"`` allows, a chain begins anew at that step; with fewer it goes on."""
+    """With more replicas, as ``resume="anyway"`` allows, a new file begins at that step; with fewer it goes on.
+
+    The links of before are kept in either case.
+    """
     mlp(before, steps=3).train(run_dir=tmp_path, engine="inline", progress=False)
-    with pytest.warns(UserWarning, match="replicas is"):
+    earlier = (tmp_path / CHAIN).read_bytes()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         mlp(after, steps=5).train(run_dir=tmp_path, engine="inline", progress=False, resume="anyway")
+    texts = "; ".join(str(warning.message) for warning in told)
+    assert "replicas is" in texts
+    assert ("is kept as" in texts) == bool(first)
     with Links(tmp_path / CHAIN) as links:
         assert (links.first, len(links), len(links[4]["losses"])) == (first, 5, after)
+    if first:
+        assert (tmp_path / ASIDE.format(1)).read_bytes() == earlier
+
+
+def spoiled(path, how):
+    """Damage a chain of 4 steps, in the line of step 3 or as a whole."""
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    if how == "a byte":
+        lines[4] = lines[4].replace(b'"lr"', b'"1r"')
+    elif how == "its last line is missing":
+        del lines[4]
+    elif how == "the header":
+        lines[0] = lines[0].replace(b"chain", b"chair")
+    path.write_bytes(b"" if how == "nothing is left" else b"".join(lines))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("how", ["a byte", "its last line is missing", "the header", "nothing is left"])
+def test_a_chain_that_cannot_be_read_is_kept(tmp_path, how):
+    """Whatever became of the newest link: the file is set aside, the root is right, and verify says what is missing."""
+    whole = mlp(steps=8).train(run_dir=tmp_path / "whole", engine="inline", progress=False)
+    half = mlp(steps=4).train(run_dir=tmp_path / "a", engine="inline", progress=False)
+    left = spoiled(tmp_path / "a" / CHAIN, how)
+    assert mlp(steps=4).train(run_dir=tmp_path / "a", engine="inline", progress=False).chain == half.chain
+    assert (tmp_path / "a" / CHAIN).read_bytes() == left  # nothing was added, so nothing had to change
+    with pytest.warns(UserWarning, match="is kept as") if left else contextlib.nullcontext():
+        result = mlp(steps=8).train(run_dir=tmp_path / "a", engine="inline", progress=False)
+    assert (result.digest, result.chain) == (whole.digest, whole.chain)
+    assert not left or (tmp_path / "a" / ASIDE.format(1)).read_bytes() == left
+    verified = phalanx.verify(mlp(steps=8), tmp_path / "a", progress=False)
+    assert (verified.status, verified.steps) == (2, 4)
+    assert "begins at step 4" in verified.text
+    assert phalanx.verify(mlp(steps=8), tmp_path / "a", steps=(4, 8), progress=False).status == 0
 
 
 def test_a_chain_that_is_gone_begins_anew(tmp_path):

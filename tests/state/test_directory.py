@@ -48,7 +48,81 @@ def free(run_dir):
     return False
 
 
+# Whose it is.
+
+
+OPEN = ("", "snapshots", "chain.jsonl", f"snapshots/step-{NEWER:012d}")  # what a run goes on from
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_everybody_may_write_is_not_gone_on_with(tmp_path, wanted, good, name):
+    """A stranger may have put weights there: refused with the path and the way out, which works; reading never is."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(good, run_dir)
+    path = run_dir / name
+    path.chmod(path.stat().st_mode | 0o022)
+    with pytest.raises(phalanx.UsageError, match="may be written by everybody") as refusal:
+        norm_recipe(STEPS).train(run_dir=run_dir, engine="inline")
+    assert repr(str(path.resolve())) in str(refusal.value)
+    assert phalanx.load(run_dir).step == NEWER
+    path.chmod(path.stat().st_mode & ~0o002)  # a group may write
+    assert_same(norm_recipe(STEPS).train(run_dir=run_dir, engine="inline"), wanted)
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_another_user_owns_is_not_gone_on_with(tmp_path, wanted, good, monkeypatch, name):
+    """The owner is named; ``resume="anyway"`` goes on."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(good, run_dir)
+    real, path = os.lstat, (run_dir / name).resolve()
+    other = os.geteuid() + 1234
+
+    def owned(target, **more):
+        facts = list(real(target, **more))
+        facts[4] = other if pathlib.Path(target) == path else os.geteuid()
+        return os.stat_result(facts)
+
+    monkeypatch.setattr(files.os, "geteuid", lambda: 77)  # planted: root goes on with everybody's
+    monkeypatch.setattr(files.os, "lstat", owned)  # planted
+    with pytest.raises(phalanx.UsageError, match=rf"belongs to another user \(uid {other}\)"):
+        norm_recipe(STEPS).train(run_dir=run_dir, engine="inline")
+    assert_same(norm_recipe(STEPS).train(run_dir=run_dir, engine="inline", resume="anyway"), wanted)
+
+
 # Who holds it.
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 100])
+def test_two_runs_that_both_got_the_lock(tmp_path, wanted, monkeypatch, snapshot_every):
+    """On a file system whose locks lie the later run goes on, to digest and root; the earlier ends, and says why."""
+    whole = norm_recipe(STEPS).train(run_dir=tmp_path / "whole", engine="inline")
+    monkeypatch.setattr(files.fcntl, "flock", lambda *_: None)  # planted
+    options = {"run_dir": tmp_path / "run", "engine": "inline", "snapshot_every": snapshot_every}
+    with norm_recipe(STEPS).start(**options) as first:
+        assert [next(first).step for _ in range(2)] == [0, 1]
+        later = norm_recipe(STEPS).start(**options)
+        assert next(later).step == later.resumed_from
+        with pytest.raises(phalanx.SnapshotError, match="another run has begun") as ended:
+            first.finish()
+        assert ended.value.result.steps == 3, "the state is whole"
+    with later:
+        later.finish()
+    result = later.result()
+    assert_same(result, wanted)
+    assert result.chain == whole.chain
+    assert phalanx.verify(norm_recipe(STEPS), tmp_path / "run", progress=False).status == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
+    """What is refused is not the directory, but its file system."""
+
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)  # planted
+    with pytest.raises(phalanx.UsageError, match="a file system that locks no files"):
+        norm_recipe(STEPS).train(run_dir=tmp_path, engine="inline")
 
 
 @pytest.mark.parametrize("warm_start", ["nothing", "good", "run"])

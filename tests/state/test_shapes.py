@@ -7,6 +7,7 @@ import math
 import pathlib
 import random
 import shutil
+import struct
 import warnings
 
 import pytest
@@ -273,3 +274,28 @@ def test_a_state_that_was_cut_on_the_way(good, cut):
     with pytest.raises(phalanx.SnapshotError, match="that another process sent cannot be used"):
         tensors.unpacked(sent[:cut])
     assert contents(found)
+
+
+def headed(text):
+    """A file with such a header, and four bytes."""
+    return struct.pack("<Q", len(text)) + text + b"0000"
+
+
+BIG = {
+    "a shape of two million numbers": b'{"a":{"dtype":"F32","shape":['
+    + b"1," * (1 << 21)
+    + b'1],"data_offsets":[0,4]}}',
+    "a number of 4,000 digits": b'{"a":{"dtype":"F32","shape":[' + b"9" * 4000 + b'],"data_offsets":[0,4]}}',
+    "a tensor of 100,000 fields": b'{"a":{' + b",".join(b'"k%d":1' % n for n in range(100_000)) + b"}}",
+    "20 MB of spaces": b"{" + b" " * (20 << 20) + b"}",
+    "lists in lists": b'{"a":' + b"[" * (1 << 20) + b"]" * (1 << 20) + b"}",
+}
+
+
+@pytest.mark.parametrize("what", BIG)
+def test_a_header_is_bounded_before_it_is_spelled(tmp_path, what):
+    """A header that is too large is refused by a short message."""
+    (tmp_path / "a.safetensors").write_bytes(headed(BIG[what]))
+    with pytest.raises(phalanx.SnapshotError) as refusal:
+        tensors.read_file(tmp_path / "a.safetensors")
+    assert len(str(refusal.value)) < 400

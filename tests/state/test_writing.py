@@ -15,6 +15,7 @@ import warnings
 import pytest
 
 import phalanx
+from phalanx.callbacks import Log
 from phalanx.checkpoint import files, snapshot
 from phalanx.checkpoint.directory import RunDirectory, newest_of
 from tests.sampling import cover, sample
@@ -193,10 +194,32 @@ def test_leftovers_of_any_kind(run_dir, wanted):
     (snapshots / ".tmp-1" / "weights.safetensors").write_bytes(b"half")
     (snapshots / ".tmp-2").mkdir()
     (snapshots / ".tmp-3").symlink_to(run_dir / "precious")
+    (run_dir / ".tmp-4").write_text("half of next.json")
     assert_same(norm_recipe(STEPS).train(run_dir=run_dir, engine="inline"), wanted)
     assert (run_dir / "precious" / "file").read_text() == "mine"
     assert not (snapshots / ".tmp-1").exists()
     assert not (snapshots / ".tmp-2").exists()
+    assert not (run_dir / ".tmp-4").exists()
+
+
+def test_a_log_is_on_the_disk_before_a_snapshot_is(tmp_path, monkeypatch):
+    """A power loss takes what is not synced, and a run goes on from its snapshot: no line before it may be missing."""
+    log, synced, lines = tmp_path / "log.csv", [0], {}
+    sync, write = os.fsync, snapshot.write
+
+    def noting(number):
+        sync(number)
+        if os.path.realpath(f"/proc/self/fd/{number}") == str(log.resolve()):
+            synced.append(os.fstat(number).st_size)
+
+    def written(state, target):
+        lines[state.step] = log.read_bytes()[: synced[-1]].count(b"\n") - 1 if state.step else 0
+        write(state, target)
+
+    monkeypatch.setattr(os, "fsync", noting)  # planted
+    monkeypatch.setattr(snapshot, "write", written)  # planted
+    norm_recipe(STEPS).train(run_dir=tmp_path, engine="inline", snapshot_every=2, callbacks=[Log("csv")])
+    assert lines == {0: 0, 2: 2, 4: 4, 6: 6}
 
 
 # Writes that fail.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,7 +57,9 @@ class Csv:
             self._log.add(_text(self._columns, [row]))
 
     def flush(self) -> None:
-        """Lines are written at once."""
+        """Sync the lines to the disk: a snapshot must not be newer than they are, as they are not written again."""
+        with contextlib.suppress(OSError):  # the disk says so to the snapshot, too
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Close the file."""
@@ -72,7 +76,8 @@ class Csv:
         files.replace(self._csv, lambda file: file.write(text))
         self._held.let_go()
         self._held, self._columns = Held(), columns
-        self._log = files.LineFile(self._held.add(files.open_log(self._csv)))
+        self._descriptor = self._held.add(files.open_log(self._csv))
+        self._log = files.LineFile(self._descriptor)
 
 
 def _text(columns: list[str], rows: Sequence[Mapping[str, Any]]) -> bytes:

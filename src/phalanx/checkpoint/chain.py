@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from phalanx.definition import checks
 from phalanx.errors import SnapshotError
 from phalanx.seams.records import StepReport
 
-CHAIN, RECORDS = "chain.jsonl", ".records.jsonl"
+CHAIN, RECORDS, ASIDE = "chain.jsonl", ".records.jsonl", "chain.earlier-{}.jsonl"
 FORMAT = 1
 BEGINNING = "0" * 64
 LINK = slice(10, 74)  # where a line has its link
@@ -64,6 +65,8 @@ class ChainFile:
         How many are done. Later links are of steps that will be done again; the first new link removes them.
     replicas : int
         As many losses and weights fit into a line.
+    link : str, optional
+        The newest link, as the snapshot of ``steps`` steps has it. It is what the chain goes on from.
 
     Attributes
     ----------
@@ -76,8 +79,8 @@ class ChainFile:
         It cannot be opened.
     """
 
-    def __init__(self, path: pathlib.Path, steps: int, replicas: int) -> None:
-        self.root = BEGINNING
+    def __init__(self, path: pathlib.Path, steps: int, replicas: int, link: str | None = None) -> None:
+        self.root = self._before = link or BEGINNING
         self._target = path
         self._width = LINE + REPLICA * replicas
         self._held = Held()
@@ -126,11 +129,12 @@ class ChainFile:
 
     def _end_of(self, steps: int) -> int | None:
         """Where the links of ``steps`` steps end; None if the file lacks them, or its lines are too narrow."""
-        with contextlib.suppress(SnapshotError, KeyError), Links(self._target) as links:
+        with contextlib.suppress(SnapshotError, KeyError, OSError), Links(self._target) as links:
             if links.first < steps <= len(links) and links.width >= self._width:
-                self.root = links[steps - 1]["link"]
-                self._width = links.width
-                return links.offset(steps)
+                root = links[steps - 1]["link"]
+                if self._before in (BEGINNING, root):
+                    self.root, self._width = root, links.width
+                    return links.offset(steps)
         return None
 
     def cut(self) -> None:
@@ -138,12 +142,28 @@ class ChainFile:
         if self._waiting is None:
             return
         waiting, self._waiting = self._waiting, None
+        if self._end is None:
+            self._set_aside()
         os.ftruncate(self._descriptor, self._end or 0)
         if self._end is None:
             if not self._first:
                 os.ftruncate(self._records, 0)
-            self._write(json.dumps({"chain": FORMAT, "width": self._width, "first": self._first}) + "\n")
+            facts = {"chain": FORMAT, "width": self._width, "first": self._first, "before": self._before}
+            self._write(json.dumps(facts) + "\n")
         os.write(self._records, "".join(waiting).encode())
+
+    def _set_aside(self) -> None:
+        """Keep a file that cannot be gone on with under another name. It has links, which only it can prove."""
+        if not self._first or not os.fstat(self._descriptor).st_size:
+            return  # its steps will all be done again
+        names = (self._target.with_name(ASIDE.format(number)) for number in itertools.count(1))
+        aside = next(name for name in names if not os.path.lexists(name))
+        os.rename(self._target, aside)
+        self._descriptor = self._held.add(files.open_log(self._target))
+        checks.warn(
+            f"{str(self._target)!r} cannot go on after step {self._first - 1}: that link is missing or damaged, or its "
+            f"lines are too short for this recipe. It is kept as {aside.name!r}, and a new chain begins there"
+        )
 
     def _write(self, text: str) -> None:
         data = text.encode()
@@ -185,6 +205,9 @@ class Links(contextlib.AbstractContextManager["Links"]):
             self.first, self.width = int(fields["first"]), int(fields["width"])
             if not 0 <= self.first <= MOST_STEPS or not 0 < self.width <= MOST_WIDTH:
                 raise ValueError(f"it begins at step {self.first}, with lines of {self.width} bytes")
+            self._before = str(fields.get("before", BEGINNING))
+            if len(bytes.fromhex(self._before)) != hashlib.sha256().digest_size:
+                raise ValueError("the link before its first is none")
             self._base = len(header[0]) + 1
             self._count = max(0, (os.fstat(self._descriptor).st_size - self._base) // self.width)
         except (OSError, *MALFORMED) as error:
@@ -236,7 +259,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def before(self, step: int) -> str:
         """The link before that of a step."""
-        return self.fields(step - 1)["link"] if step > self.first else BEGINNING
+        return self.fields(step - 1)["link"] if step > self.first else self._before
 
     def line(self, step: int) -> str:
         """The line of a step as it is in the file."""
@@ -249,7 +272,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
     @property
     def root(self) -> str:
         """The last link."""
-        return self[len(self) - 1]["link"] if self._count else BEGINNING
+        return self[len(self) - 1]["link"] if self._count else self._before
 
     def close(self) -> None:
         """Read no more."""

@@ -70,7 +70,8 @@ class Chained(Observer):
             phases, rounds = self._definition.phases or (), self._definition.rounds
             pairs = len(rounds.every) * self._definition.replicas + len(phases) * 3
             missed = missing(self._directory.root / CHAIN, engine.run_state.kept)
-            self._chain = ChainFile(self._directory.root / CHAIN, done - len(missed), pairs)
+            known = None if missed else engine.run_state.chain
+            self._chain = ChainFile(self._directory.root / CHAIN, done - len(missed), pairs, known)
             for report in missed:
                 self._chain.add(fields_of(report, self._definition, ""))
             if engine.run_state.resumed_from is None:  # else this run may be refused yet
@@ -110,6 +111,7 @@ class Chained(Observer):
     def step(self, report: StepReport) -> None:
         """Add the step's link; digest the state if that is due."""
         assert self._chain is not None, "no step comes before begin"
+        self._directory.check_alone()
         brought, self._brought, self._added = self._brought, "", True
         self._engine.run_state.chain = self._chain.add(fields_of(report, self._definition, brought))
         self._note_early(self._chain)

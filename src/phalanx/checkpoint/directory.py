@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import re
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from phalanx.seams.records import Incident, RunState, StepReport, Training
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
 MARK = "world-"  # how names begin by which hosts see that they share the directory, and who goes on
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 NAME = re.compile(r"step-[0-9]{12}")
 
 
@@ -52,9 +55,11 @@ class RunDirectory:
         self._held = files.Held()
         try:
             self.root = _made(self.path)
-            self._held.add(files.locked(self.root / LOCK))
+            self._lock, self._mine = self._held.add(files.locked(self.root / LOCK)), uuid.uuid4().hex.encode()
+            os.pwrite(self._lock, self._mine, 0)
             self._log = files.LineFile(self._held.add(files.open_log(self.root / LOG)))
-            files.clear_away(self.root / SNAPSHOTS)
+            for folder in (self.root, self.root / SNAPSHOTS):
+                files.clear_away(folder)
         except BaseException as error:
             self._held.let_go()
             if isinstance(error, (OSError, ValueError)):
@@ -70,6 +75,38 @@ class RunDirectory:
         """Whether there is a snapshot of this step."""
         return snapshot.is_one(self.root / SNAPSHOTS / f"step-{step:012d}")
 
+    def check_alone(self) -> None:
+        """Notice that another run works here, too: on some file systems both have the lock.
+
+        Whoever came last goes on. NFS may show its mark only after some seconds.
+
+        Raises
+        ------
+        SnapshotError
+            Another run's mark is in the lock file; this run writes nothing any more.
+        """
+        if self.held and os.pread(self._lock, len(self._mine), 0) != self._mine:
+            self.close()
+            raise SnapshotError(
+                f"another run has begun in {str(self.path)!r}, whose file system gave both of them the lock, so this "
+                "one ends and writes no more; give each run a directory of its own, or a file system with locks"
+            )
+
+    def check_own(self, step: int) -> None:
+        """Refuse to go on from the snapshot of a step if somebody else may have put it there.
+
+        Raises
+        ------
+        UsageError
+            Says what belongs to whom, and the ways out.
+        """
+        folder = self.root / SNAPSHOTS
+        if why := files.of_others([self.root, folder, self.root / CHAIN, folder / f"step-{step:012d}"]):
+            raise UsageError(
+                f"run_dir is {str(self.path)!r}, of which {why}, so that this run would train on what they put there; "
+                f"chmod -R o-w (or chown) it if all of it is yours, or go on all the same with resume='anyway'"
+            )
+
     def write(self, state: Snapshot) -> None:
         """Write a snapshot, then remove those that are too old; what is good is removed only after that.
 
@@ -79,6 +116,7 @@ class RunDirectory:
             It could not be written; those that were there still are.
         """
         folder = self.root / SNAPSHOTS
+        self.check_alone()
         if not self.held:
             raise OSError("this process does not hold the directory")
         if not files.is_folder(folder):
@@ -213,6 +251,11 @@ def _refusal(path: pathlib.Path, error: Exception) -> UsageError:
         return UsageError(
             f"run_dir is {str(path)!r}, in which another run is at work; wait for it, close it if it is one of this "
             "process, or choose another directory"
+        )
+    if isinstance(error, OSError) and error.errno in NO_LOCKS:
+        return UsageError(
+            f"run_dir is {str(path)!r}, on a file system that locks no files ({error.strerror}); mount it with locks, "
+            "or choose a directory on another, and copy it when the run has ended"
         )
     why = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) and error.strerror else str(error)
     return UsageError(f"run_dir is {str(path)!r}, which cannot be used: {why}; choose a directory that may be written")

@@ -17,7 +17,7 @@ import shutil
 import stat
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
 from phalanx.errors import SnapshotError
@@ -153,6 +153,21 @@ def is_there(path: pathlib.Path) -> bool:
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
     return True
+
+
+def of_others(paths: Iterable[pathlib.Path]) -> str:
+    """Which of these somebody else may have written, in words; "" where only this user, its group or root could.
+
+    A shared group is meant (umask 002, volumes of containers). Root goes on with anybody's, as containers do.
+    """
+    for path in paths:
+        with contextlib.suppress(OSError):
+            facts = os.lstat(path)
+            if facts.st_mode & stat.S_IWOTH and not stat.S_ISLNK(facts.st_mode):
+                return f"{str(path)!r} may be written by everybody (mode {stat.S_IMODE(facts.st_mode):o})"
+            if os.geteuid() and facts.st_uid not in (0, os.geteuid()):
+                return f"{str(path)!r} belongs to another user (uid {facts.st_uid})"
+    return ""
 
 
 def clear_away(folder: pathlib.Path) -> None:

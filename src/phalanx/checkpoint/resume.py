@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.chained import Behaviour, Chained, brought_as, fields_of
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
 from phalanx.checkpoint.named import fitted, loose_weights
-from phalanx.checkpoint.saver import LOSSES, Saver
+from phalanx.checkpoint.saver import LINK, LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.checkpoint.tensors import states_in
 from phalanx.definition import checks
@@ -27,6 +28,7 @@ from phalanx.seams import Engine, Framework
 from phalanx.seams.records import Captured, Evaluated, RunState, StepReport, Tensor
 
 ANYWAY = "anyway"  # for resume: go on although the recipe differs
+LINK_OF = re.compile("[0-9a-f]{64}")
 
 
 class ResumeState:
@@ -78,7 +80,7 @@ class ResumeState:
             if run_dir is not None:
                 self._directory = RunDirectory(run_dir, keep)
                 self._earlier = newest_of(self._directory.root)
-                self._check_wanted(run_dir)
+                self._check_wanted(self._directory, run_dir)
             if warm_start is not None and self._earlier is None:
                 loose = loose_weights(warm_start)
                 self._weights = read_any(warm_start).weights if loose is None else loose
@@ -115,6 +117,7 @@ class ResumeState:
         losses = losses_in(earlier, rounds.updates(earlier.step))
         return RunState(
             losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds,
+            chain=link_of(earlier),
             gradients=self._gradients, averaging=self._averaging, made=self._recipe.get("made"),
         )  # fmt: skip
 
@@ -170,7 +173,9 @@ class ResumeState:
         if self._directory is not None:
             self._directory.close()
 
-    def _check_wanted(self, run_dir: pathlib.Path) -> None:
+    def _check_wanted(self, directory: RunDirectory, run_dir: pathlib.Path) -> None:
+        if self._earlier is not None and self._resume is True:
+            directory.check_own(self._earlier.step)
         if self._earlier is not None and not self._resume:
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {self._earlier.step} steps, and resume is False; "
@@ -327,6 +332,12 @@ def read_any(path: pathlib.Path) -> Snapshot:
     if earlier is None:
         raise SnapshotError(f"{str(path)!r} has no snapshot")
     return earlier
+
+
+def link_of(earlier: Snapshot) -> str | None:
+    """The link of its run's chain at its step, if it says one."""
+    link = earlier.facts.get(LINK)
+    return link if isinstance(link, str) and LINK_OF.fullmatch(link) else None
 
 
 def losses_in(earlier: Snapshot, updates: int | None = None) -> list[float]:

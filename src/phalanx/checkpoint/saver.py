@@ -80,7 +80,7 @@ class Pacing:
 
 SECONDS = 30.0  # between snapshots, at least, with "auto"
 SHARE = 0.01  # of the time, at most, with "auto"
-LOSSES = "loss_history"
+LOSSES, LINK = "loss_history", "chain"
 
 
 class Saver(Observer):
@@ -266,12 +266,13 @@ def snapshot_of(
     """The snapshot of a state."""
     history = array.array("d", run_state.loss_history)
     callbacks, tensors = kept({**run_state.states(), **run_state.stream()})
+    more = {**({CALLBACKS: callbacks} if callbacks else {}), **({LINK: run_state.chain} if run_state.chain else {})}
     return Snapshot(
         step=run_state.steps,
         digest=digest,
         weights=captured.weights,
         training={**captured.training, **tensors, LOSSES: Tensor("float64", (len(history),), history)},
-        facts={**captured.facts, CALLBACKS: callbacks} if callbacks else captured.facts,
+        facts={**captured.facts, **more},
         samples=run_state.samples,
         metrics=[[evaluated.steps, repr(evaluated.value), evaluated.name] for evaluated in run_state.evaluated],
         recipe=recipe,

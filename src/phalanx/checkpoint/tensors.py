@@ -6,6 +6,7 @@ of a model are such a file, and the states of callbacks are tensors and plain va
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import io
@@ -27,7 +28,7 @@ from phalanx.frameworks.registry import stored, tensor_of, weights_of
 from phalanx.seams.records import CODES, Captured, Tensor
 
 LENGTH = struct.Struct("<Q")
-HEADER_BYTES = 100_000_000
+HEADER_BYTES = 16 << 20  # enough for 100,000 tensors; ten seconds to read
 ALIGNMENT = 8
 MOST_DIMENSIONS, MOST_BYTES = 64, 1 << 63  # of a tensor, in torch and numpy
 METADATA = "__metadata__"
@@ -51,6 +52,8 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
+    if len(text) > HEADER_BYTES:  # nobody could read it again
+        raise OSError(errno.EFBIG, f"{len(tensors)} tensors are too many for one file")
     file.write(LENGTH.pack(len(text)) + text)
     hashes: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -137,13 +140,13 @@ def _described(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
         No tensor can be so; names it.
     """
     fields = ("dtype", "shape", "data_offsets")
-    if not isinstance(entry, dict) or set(entry) != set(fields):
+    if not isinstance(entry, dict) or len(entry) != len(fields) or set(entry) != set(fields):
         raise ValueError(f"tensor {name!r} is not described by {', '.join(fields)}")
     code, shape, offsets = (entry[field] for field in fields)
     if not isinstance(code, str) or code not in NAMES:
         raise ValueError(f"tensor {name!r} has the unknown dtype {code!r:.80}")
-    if not _sizes(shape) or not _sizes(offsets) or len(shape) > MOST_DIMENSIONS or len(offsets) != 2:
-        raise ValueError(f"tensor {name!r} has the shape {shape!r:.80} at {offsets!r:.80}, which no tensor can have")
+    if not _sizes(shape, MOST_DIMENSIONS) or not _sizes(offsets, 2) or len(offsets) != 2:
+        raise ValueError(f"tensor {name!r} has a shape or a place that no tensor can have")
     dtype, size = NAMES[code]
     if size * math.prod(length or 1 for length in shape) >= MOST_BYTES:  # also where another length is 0
         raise ValueError(f"tensor {name!r} has the shape {shape!r:.80}, which no tensor can have")
@@ -153,8 +156,9 @@ def _described(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     return dtype, tuple(shape), start, end
 
 
-def _sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+def _sizes(values: Any, most: int) -> bool:
+    known = isinstance(values, list) and len(values) <= most
+    return known and all(type(value) is int and 0 <= value < MOST_BYTES for value in values)
 
 
 def leaf(tensor: Tensor) -> str:

@@ -31,8 +31,9 @@ from phalanx.plan.fold import Placement, place
 from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Engine, Framework
 from phalanx.seams.records import RunState, StepReport
+from phalanx.surroundings.groups import processors, usable_cores
 from phalanx.surroundings.interrupts import of_handler
-from phalanx.surroundings.presence import processors, several, usable_cores
+from phalanx.surroundings.presence import several
 
 START_SECONDS = 2.0  # to import the framework in a new process, with a margin
 WARM_UP = 3  # steps after a move whose times say nothing
@@ -68,7 +69,7 @@ def open_engine(
     if world is not None:
         from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
-        facts = definition, workers, devices, processors(), world, begin
+        facts = definition, workers, devices, processors()[: usable_cores()], world, begin
         return cast("Engine", open_distributed(*facts, allow=bool(allow), readers=readers, least=min_hosts))
 
     replicas = definition.replicas

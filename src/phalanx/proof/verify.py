@@ -98,6 +98,9 @@ def verify(
             return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but the recipe may be another: {reads}")
         if outcome.status == SAME and (damaged := _damaged(recipe, run, stretches)):
             return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {damaged}")
+        if outcome.status == SAME and steps is None and run.chain.first:
+            lost = f"{run.chain.path} begins at step {run.chain.first}: the links before are not there to be compared"
+            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {lost}")
         return outcome if outcome.status else dataclasses.replace(outcome, text=outcome.text + _blamed(recipe, path))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import NEVER, Engine, Observer
 from phalanx.seams.records import StepReport
 from phalanx.surroundings import interrupts
-from phalanx.surroundings.presence import shows, terminal
+from phalanx.surroundings.presence import say, shows, terminal
 from phalanx.surroundings.turns import Turns
 
 DELAY_SECONDS = 0.5
@@ -211,14 +210,7 @@ def say_resumed(run: Any, total: int | None) -> None:
         near = os.path.relpath(run.run_dir)
         where = run.run_dir if near.startswith(os.pardir) else near
         anew = f"{where} has no snapshot of a later step than 0: beginning anew"
-        _print(f"going on from step {run.resumed_from} of {where}" if run.resumed_from else anew)
-
-
-def _print(text: str) -> None:
-    """Write a line on stderr; no run ends because nobody reads it."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"phalanx: {text}\n")
-        sys.stderr.flush()
+        say(f"going on from step {run.resumed_from} of {where}" if run.resumed_from else anew)
 
 
 class TimeLimit(Observer):
@@ -292,7 +284,7 @@ class ProgressLines(Observer):
         if total and steps < total:
             remaining = round(seconds / len(self._losses) * (total - steps))
             facts += [f"{datetime.timedelta(seconds=remaining)} left"]
-        _print(", ".join(facts + ([f"incidents {len(incidents)}"] if incidents else [])))
+        say(", ".join(facts + ([f"incidents {len(incidents)}"] if incidents else [])))
         self._since, self._losses, self._metrics, self._samples = time.monotonic(), [], {}, 0
 
 

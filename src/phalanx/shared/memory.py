@@ -26,10 +26,9 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from phalanx.errors import UsageError
-from phalanx.surroundings import presence
+from phalanx.surroundings import groups, presence
 
 ALIGNMENT = 64
-CGROUPS = pathlib.Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 SPARE = 0.05  # of the available memory, left to others
 
@@ -165,13 +164,7 @@ def check_room(needed: int, workers: int) -> None:
 
 def _left_by_groups() -> Iterator[int]:
     """Bytes left under the limit of every control group around this process (version 2)."""
-    try:
-        lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
-    group = CGROUPS / own.lstrip("/")
-    for folder in [group, *group.parents]:
+    for folder in groups.around("memory"):
         try:
             limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

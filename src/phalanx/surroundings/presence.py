@@ -147,19 +147,17 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0")) if several() else 0
 
 
-def processors() -> list[int]:
-    """The processors that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
-def usable_cores() -> int:
-    """How many processors this process may run on."""
-    return len(processors())
-
-
 def terminal() -> bool:
     """Whether stderr is a terminal, on which a bar can be drawn again and again."""
     return sys.stderr is not None and sys.stderr.isatty()
+
+
+def say(text: str) -> None:
+    """Write a line on stderr; no run ends because nobody reads it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"phalanx: {text}\n")
+            sys.stderr.flush()
 
 
 def shows(progress: bool | str) -> bool:

@@ -150,6 +150,7 @@ class Output:
         self._pending: dict[int, bytes] = {}
         self._errors: set[int] = set()
         self._warned: set[tuple[Any, ...]] = set()
+        self._lost = False  # something that workers printed
 
     def follow(self, pipes: Sequence[int]) -> None:
         """Carry what comes through these pipes: standard output, standard error."""
@@ -210,10 +211,18 @@ class Output:
             self._pending[fd] = rest
 
     def _write(self, fd: int, text: bytes) -> None:
+        """Write what workers printed, as far as it can be: a stream that nobody reads, or a full disk, ends no run."""
         stream = sys.stderr if fd in self._errors else sys.stdout
         if text and stream is not None:
-            stream.write(text.decode("utf-8", "backslashreplace"))
-            stream.flush()
+            encoding = getattr(stream, "encoding", None) or "utf-8"  # ascii, say
+            printable = text.decode("utf-8", "backslashreplace").encode(encoding, "backslashreplace").decode(encoding)
+            try:
+                stream.write(printable)
+                stream.flush()
+            except (OSError, ValueError) as error:
+                if not self._lost:
+                    presence.say(f"what workers print cannot be written: {error}; the run goes on without it")
+                self._lost = True
 
 
 class WorkerPool:
