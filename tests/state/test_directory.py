@@ -92,6 +92,7 @@ def test_what_another_user_owns_is_not_gone_on_with(tmp_path, wanted, good, monk
 # Who holds it.
 
 
+@pytest.mark.filterwarnings("ignore:the snapshot of step")  # which the later run swept away as it was written
 @pytest.mark.parametrize("snapshot_every", [1, 100])
 def test_two_runs_that_both_got_the_lock(tmp_path, wanted, monkeypatch, snapshot_every):
     """On a file system whose locks lie the later run goes on, to digest and root; the earlier ends, and says why."""
