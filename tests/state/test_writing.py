@@ -117,6 +117,7 @@ def write_and_die(run_dir, state, keep, fatal, when):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.filterwarnings("ignore:.*chain.jsonl' cannot go on after step 4")  # this snapshot has no link there
 @pytest.mark.long
 @pytest.mark.parametrize(("when", "keep"), sample("deaths while writing", WAYS, 1))
 def test_a_death_at_every_operation(tmp_path, good, next_state, wanted, when, keep):
