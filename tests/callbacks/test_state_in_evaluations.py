@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import queue
+import threading
 import warnings
 
 import pytest
@@ -196,10 +198,14 @@ def test_what_decides_nothing_is_warned_of_once(engine):
 
 
 def test_evaluations_by_hand_are_watched():
-    """run.evaluate and run.predict warn, and say what was seen; a second call does not measure twice."""
-    calls = []
+    """run.evaluate and run.predict warn, and say what was seen; a second call does not measure twice.
+
+    What a metric appends to a list is as if each chunk had been measured once.
+    """
+    calls, ticks = [], itertools.count()
 
     def counted(output, target):
+        next(ticks)  # which nobody puts back
         calls.append(len(target))
         return 0.0
 
@@ -208,10 +214,11 @@ def test_evaluations_by_hand_are_watched():
             run.predict(HELD_OUT, batch_size=20)
         with pytest.warns(UserWarning, match="metric 'metric' of samples .*: right, seen"):
             run.evaluate({"metric": Running()}, (HELD_OUT, TARGETS), batch_size=20)
-        for expected in (5, 3):
+        for expected in (7, 3):
             calls.clear()
+            before = next(ticks)
             run.evaluate(counted, (HELD_OUT, TARGETS), batch_size=20)
-            assert len(calls) == expected
+            assert (len(calls), next(ticks) - before - 1) == (3, expected)
 
 
 def test_a_metric_of_all_samples_is_called_once():
@@ -249,3 +256,27 @@ def test_the_first_evaluation_after_a_resume_is_watched(tmp_path, engine):
         job(linear, Running(), nondeterministic="allow", run_dir=tmp_path, epochs=2, engine="inline")
     with pytest.raises(phalanx.StateError, match="metric 'acc'"):
         job(linear, Running(), run_dir=tmp_path, epochs=3, resume="anyway", **ENGINES[engine])
+
+
+def test_a_queue_that_a_thread_drains_stays_whole():
+    """Objects of libraries are not put back: a thread may be using them."""
+    rows, seen = queue.Queue(), []
+
+    def drain():
+        while (row := rows.get()) is not None:
+            seen.append(row)
+            rows.task_done()
+
+    def logged(output, target):
+        rows.put(len(target))
+        return 0.0
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    with phalanx.Recipe(lambda: nn.Linear(6, 2), (X, Y), F.cross_entropy, replicas=2, epochs=1).start() as run:
+        run.evaluate(logged, (HELD_OUT, TARGETS), batch_size=20)
+    rows.join()
+    rows.put(None)
+    thread.join()
+    assert len(seen) == 5
+    assert rows.unfinished_tasks == 1

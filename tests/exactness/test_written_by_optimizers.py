@@ -89,6 +89,20 @@ def counting(model):
     return optimizer
 
 
+def averaging(model):
+    """A hook that begins an average of its own in the fifth step, between two looks at what the model holds."""
+    optimizer, kept = torch.optim.Adam(model.parameters(), lr=0.05), {}
+
+    def after(optimizer, *_):
+        bias = model.head.bias
+        if optimizer.state[bias]["step"] >= 5:
+            average = kept.setdefault("average", bias.detach().clone())
+            bias.data.copy_(average.lerp_(bias.detach(), 0.1))
+
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
 def slowing(model):
     """A hook that lowers the rate in the fifth step: the schedule does not know of it."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -129,7 +143,7 @@ def adding(model):
 
 
 KEPT = {"hooked": hooked, "before": before, "patched": patched, "own class": Writing}
-APART = {"counting": counting, "slowing": slowing, "resetting": resetting, "adding": adding}
+APART = {"counting": counting, "slowing": slowing, "resetting": resetting, "adding": adding, "averaging": averaging}
 
 
 def recipe(replicas, optimizer, make_model=Centred, **more):

@@ -302,7 +302,44 @@ def honest_state():
     return recipe(loss), after
 
 
-HONEST = [honest_trainer, honest_globals, honest_cache, honest_state]
+class Sharded(torch.utils.data.Dataset):
+    """Keeps the shard open that was read last."""
+
+    def __init__(self):
+        self.current, self.rows = -1, None
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        if index // 16 != self.current:
+            self.current = index // 16
+            self.rows = torch.full((16, 4), float(self.current))
+        return self.rows[index % 16], index % 2
+
+
+def honest_reader():
+    data = Sharded()
+    return recipe(data=data), lambda report: data[16 * (report.step % 3)]
+
+
+class Slotted:
+    """Has a value only while it is called."""
+
+    __slots__ = ("difference",)
+
+    def __call__(self, output, target):
+        self.difference = F.cross_entropy(output, target)
+        value = self.difference
+        del self.difference
+        return value
+
+
+def honest_slots():
+    return recipe(Slotted()), lambda report: None
+
+
+HONEST = [honest_trainer, honest_globals, honest_cache, honest_state, honest_reader, honest_slots]
 
 
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"workers": 2}, {}], ids=str)

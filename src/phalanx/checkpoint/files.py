@@ -163,7 +163,7 @@ def of_others(paths: Iterable[pathlib.Path]) -> str:
     for path in paths:
         with contextlib.suppress(OSError):
             facts = os.lstat(path)
-            if facts.st_mode & stat.S_IWOTH and not stat.S_ISLNK(facts.st_mode):
+            if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX and not stat.S_ISLNK(facts.st_mode):
                 return f"{str(path)!r} may be written by everybody (mode {stat.S_IMODE(facts.st_mode):o})"
             if os.geteuid() and facts.st_uid not in (0, os.geteuid()):
                 return f"{str(path)!r} belongs to another user (uid {facts.st_uid})"

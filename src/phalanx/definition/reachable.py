@@ -81,9 +81,17 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 
 def holding(roots: Mapping[str, Any]) -> list[Place]:
-    """The lists and dicts that ``roots`` lead to, also those of attributes, each with a copy of what it holds."""
-    found = [value for _, value in reachable(roots) if not isinstance(value, ModuleType)]
-    return [(place, place.copy()) for value in found for place in (value, own_of(value)) if type(place) in (dict, list)]
+    """The lists and dicts that ``roots`` lead to, also those of attributes, each with a copy of what it holds.
+
+    Attributes of library objects stay, but for the model's: a thread may be using a queue.
+    """
+    places: list[Any] = []
+    for path, value in reachable(roots):
+        if not isinstance(value, ModuleType):
+            places.append(value)
+            if path.startswith("model") or installed(type(value).__module__) is None:
+                places.append(own_of(value))
+    return [(place, place.copy()) for place in places if type(place) in (dict, list)]
 
 
 def put_back(places: Iterable[Place]) -> list[str]:

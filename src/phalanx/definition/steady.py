@@ -17,7 +17,7 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from phalanx.definition import checks
@@ -115,7 +115,7 @@ class Steady:
         """Whether every value is the very object that it was. Most steps do no more, so it is short."""
         try:
             return all(map(operator.is_, [get(key) for get, key in self._reads], self._known.values()))
-        except LookupError:  # an item is gone
+        except Exception:  # an item, a variable or an attribute is gone
             return False
 
     def _look(self) -> tuple[list[Any], dict[str, Any]]:
@@ -133,12 +133,23 @@ class Steady:
                             self._own.add(path)
                         else:
                             names |= named(code.__code__, ATTRIBUTE)
+                            self._own |= _stored(path, value, code.__code__)
             for path, value in found:
                 for step, get, key in _reads(value, names):
                     if (now := _got(get, key)) is not EMPTY and not {path + step} & (self._own | known.keys()):
                         known[path + step] = now
                         reads.append((get, key))
         return reads, known
+
+
+def _stored(path: str, value: Any, code: CodeType) -> set[str]:
+    """What code writes by itself, by its path: a shard that is open, a counter."""
+    if code is not getattr(value, "__code__", None):
+        return {f"{path}.{name}" for name in named(code, ("STORE_ATTR",))}
+    owner, method, _ = path.rpartition(".__class__.")
+    own = {f"{owner}.{name}" for name in named(code, ("STORE_ATTR",)) if method}
+    own |= {f"{path} (its variable {name})" for name in named(code, ("STORE_DEREF",))}
+    return own | {f"{path} (its global {name})" for name in named(code, ("STORE_GLOBAL",))}
 
 
 def _got(get: Callable[[Any], Any], key: Any) -> Any:

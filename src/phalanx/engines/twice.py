@@ -287,9 +287,9 @@ class Twice:
                 return begin(0, share, looked)()
             return ()
 
-        after = look(other), look(own)
         now = [(place, place.copy()) for place, _ in kept]
         try:
+            after = look(other), look(own)
             changed = put_back(kept)
             fresh = (look(other), look(own)) if changed else after
             names = differing(metrics.names, [(first, after[1]), *zip(after, fresh, strict=True)]) - self._doubted
