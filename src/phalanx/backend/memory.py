@@ -61,8 +61,15 @@ class GroupMemory:
         self._watched: dict[int, int] = {}
         self._poll = select.poll()
         for peer, pid in enumerate(pids):
-            if peer != rank:
-                self._watch(peer, pid)
+            if peer == rank:
+                continue
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._ended.add(peer)
+            else:
+                self._watched[fd] = peer
+                self._poll.register(fd, select.POLLIN)
         self._looked = 0.0
         self.moved = 0
         self.names = tuple(range(size))
@@ -81,15 +88,6 @@ class GroupMemory:
             os.close(fd)
         self._watched = {}
         self._poll = select.poll()
-
-    def _watch(self, peer: int, pid: int) -> None:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._ended.add(peer)
-        else:
-            self._watched[fd] = peer
-            self._poll.register(fd, select.POLLIN)
 
     def arrive(self, number: int, tag: int) -> None:
         """Announce that this rank has come to a round, its slot written, to do ``tag``. Nobody else may write here."""

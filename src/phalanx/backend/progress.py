@@ -31,7 +31,7 @@ SPIN_SECONDS = 0.0003
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
 
 LOCK = threading.RLock()
-QUEUES: list[Queue] = []  # of all groups, where something is under way
+QUEUES: dict[Queue, None] = {}  # of all groups, where something is under way; as a set in order
 # torch 2.6 drops the Python part of a Work that a group hands to C++ (DDP's reducer, say), and then waits for ever for
 # the rest. So a Work that nobody has waited for is kept here. 2.13 keeps it itself; versions between were not tried.
 KEEPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
@@ -96,7 +96,7 @@ class Queue:
             operation.queue = self
             self.operations.append(operation)
             if len(self.operations) == 1:
-                QUEUES.append(self)
+                QUEUES[self] = None
                 self.advance()
 
     def advance(self) -> None:
@@ -113,8 +113,7 @@ class Queue:
                 return
             if self.operations:
                 self.operations.popleft()
-        if self in QUEUES:
-            QUEUES.remove(self)
+        QUEUES.pop(self, None)
 
     def fail(self, error: BaseException) -> None:
         """Fail all operations, now and later: after an error, ranks no longer agree on what comes next."""
@@ -130,21 +129,20 @@ class Queue:
             operation.steps.close()
             operation.done, operation.error = True, operation.error or self.broken
         self.operations.clear()
-        if self in QUEUES:
-            QUEUES.remove(self)
+        QUEUES.pop(self, None)
 
 
 def advance() -> None:
     """Let everything that is under way go on as far as possible."""
     with LOCK:
-        for queue in QUEUES[:]:
+        for queue in list(QUEUES):
             queue.advance()
 
 
 def leave(memory: GroupMemory) -> None:
     """Fail the operations of a group that are under way."""
     with LOCK:
-        for queue in QUEUES[:]:
+        for queue in list(QUEUES):
             if queue.operations[0].memory is memory:
                 queue.fail(PeerError(f"{queue.operations[0].name}: the group was destroyed before it was done"))
 
@@ -205,8 +203,7 @@ class Work(dist.Work):
     def get_future(self) -> Any:
         """Waits: nothing goes on in the background."""
         future = torch.futures.Future()
-        self.wait()
-        future.set_result(self._outputs)
+        future.set_result(self.result())
         return future
 
     def is_completed(self) -> bool:
@@ -261,8 +258,8 @@ def _check(operation: Operation, waited: float, seconds: float) -> None:
         if operation.done or operation.queue is None:
             return
         queue, first = operation.queue, operation.queue.operations[0]
-        gone = _gone(first)
-        if gone:
+        gone = first.memory.gone(first.awaited)
+        if gone and (len(gone) == len(first.awaited) or not first.anyone):
             advance()  # the rank may have done its part before it ended
             if first.done or not set(gone) <= set(first.awaited):
                 return
@@ -273,9 +270,3 @@ def _check(operation: Operation, waited: float, seconds: float) -> None:
         else:
             return
         queue.fail(PeerError(f"{first.name}: {why}; this group cannot go on, start all ranks again"))
-
-
-def _gone(operation: Operation) -> Sequence[int]:
-    """The ranks that have ended and without which the operation cannot be done."""
-    gone = operation.memory.gone(operation.awaited)
-    return () if operation.anyone and len(gone) < len(operation.awaited) else gone
