@@ -31,6 +31,7 @@ OTHERWISE = (
     "; keep tensors with a gradient, locks and open files out of its attributes, mend its __deepcopy__, or make one "
     "model per device and call manual.broadcast_parameters"
 )
+MADE = ", as manual.replicate(model, devices) makes them, or torch.nn.ParameterList(parameters)"
 LISTED = "it must be a list of models, as manual.replicate(model, devices) makes it"
 
 
@@ -57,7 +58,9 @@ def replicate(model: Model, devices: Sequence[str | torch.device]) -> list[Model
         No devices, or one that torch cannot use here; a model that cannot be copied, has no parameters to train, or
         has some without values (lazy modules, the meta device).
     """
-    _check_model(model)
+    _check_module("model", model, "")
+    check_values("model", model)
+    check_trained("model is", model)
     homes = usable("devices", devices)
     replicas = [copied("model", model, OTHERWISE) for _ in homes]
     for replica, home in zip(replicas, homes, strict=True):
@@ -164,19 +167,13 @@ def average(
                 parameter.grad = None if entry is None else entry.clone()
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"model is {checks.shown(model)} ({type(model).__name__}); it must be a torch.nn.Module")
-    check_values("model", model)
-    check_trained("model is", model)
+def _check_module(name: str, value: Any, way: str) -> None:
+    if not isinstance(value, torch.nn.Module):
+        raise UsageError(f"{name} is {checks.shown(value)} ({type(value).__name__}); it must be a torch.nn.Module{way}")
 
 
 def _tensors(number: int, replica: Any, *, buffers: bool) -> Named:
-    if not isinstance(replica, torch.nn.Module):
-        raise UsageError(
-            f"replicas[{number}] is {checks.shown(replica)} ({type(replica).__name__}); it must be a torch.nn.Module, "
-            "as manual.replicate(model, devices) makes them, or torch.nn.ParameterList(parameters)"
-        )
+    _check_module(f"replicas[{number}]", replica, MADE)
     return [*replica.named_parameters(), *(replica.named_buffers() if buffers else ())]
 
 
