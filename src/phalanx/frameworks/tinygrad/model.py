@@ -113,12 +113,7 @@ def opened(whole: Any) -> Model:
     for device in sorted({str(tensor.device) for tensor in named.values()}):
         devices.opened(device)  # says what is missing for it
     Tensor.realize(*named.values())
-    model = Model(
-        whole,
-        {name: tensor for name, tensor in named.items() if tensor.is_param},
-        {name: tensor for name, tensor in named.items() if not tensor.is_param},
-        list(everything.values()),
-    )
+    model = Model(whole, *parted(named), list(everything.values()))
     _check_copies(model)
     return model
 
@@ -130,6 +125,17 @@ def each_once(named: Mapping[str, Tensor], known: Iterable[Tensor] = ()) -> dict
     for name, tensor in named.items():
         first.setdefault(id(tensor), name)
     return {name: named[name] for number, name in first.items() if number not in seen}
+
+
+def parted(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those that are trained, and those that are not."""
+    params = {name: tensor for name, tensor in named.items() if tensor.is_param}
+    return params, {name: tensor for name, tensor in named.items() if not tensor.is_param}
+
+
+def numbers_of(named: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """The numbers of tensors by name."""
+    return {name: plain(tensor) for name, tensor in named.items()}
 
 
 def plain(tensor: Tensor) -> np.ndarray:
@@ -239,11 +245,7 @@ def state_of(model: Any, optimizer: Any) -> State:
     named = each_once(get_state_dict(model))
     whole = optimizer if not isinstance(optimizer, Sequence) or len(optimizer) != 1 else optimizer[0]
     state = {} if whole is None else each_once(get_state_dict(whole), named.values())
-    return State(
-        {name: plain(tensor) for name, tensor in named.items() if tensor.is_param},
-        {name: plain(tensor) for name, tensor in named.items() if not tensor.is_param},
-        {name: plain(tensor) for name, tensor in state.items()},
-    )
+    return State(*map(numbers_of, (*parted(named), state)))
 
 
 def _made(definition: Definition, listed: Sequence[Tensor]) -> Optimizer:
