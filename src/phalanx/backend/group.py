@@ -110,10 +110,11 @@ class Group(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Work:
         """Each rank ends with its part of what the root has."""
-        back: Back = []
         inputs = fitting("inputs", input_lists[0], outputs[0], self.size()) if input_lists else []
-        steps = [collectives.scatter(self._rounds, movable(flattened(outputs[0], back)), inputs, opts.rootRank)]
-        return self._begin("scatter", steps, back, outputs, opts)
+        root = opts.rootRank
+        return self._all(
+            "scatter", outputs, lambda flat: collectives.scatter(self._rounds, movable(flat), inputs, root), opts
+        )
 
     def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Work:
         """Each rank ends with the reduction of its part, out of lists of parts."""

@@ -38,7 +38,6 @@ SUMMED_IN = {  # torch has no arithmetic in the two integer dtypes; wider sums w
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-Bounds = Sequence[tuple[int, int]]
 COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # what arrives, into what is there
     "sum": torch.Tensor.add_,
     "mean": torch.Tensor.add_,
@@ -224,7 +223,7 @@ def _carry_out(transfers: Sequence[Transfer], chunks: Sequence[Sequence[torch.Te
             mine.copy_(theirs, non_blocking=free)
 
 
-def _cut(tensor: torch.Tensor, bounds: Bounds) -> list[torch.Tensor]:
+def _cut(tensor: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     return [tensor[start:end] for start, end in bounds]
 
 

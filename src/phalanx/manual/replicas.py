@@ -117,7 +117,7 @@ def sync_gradients(replicas: Sequence[torch.nn.Module], weights: Any = None, alg
     check_trained("replicas[0] is", replicas[0])
     checks.choice("algorithm", algorithm, tuple(ALGORITHMS))
     relative = _relative(weights, len(named))
-    for name, parameter in [pair for replica in named for pair in replica]:
+    for name, parameter in itertools.chain(*named):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise sparse(name)
     parameters = [[parameter for _, parameter in replica if parameter.requires_grad] for replica in named]

@@ -130,10 +130,10 @@ def _has_packages(folder: str) -> bool:
         return False
 
 
-def _source(spec: ModuleSpec | None) -> Source | None:
+def _source(spec: ModuleSpec) -> Source | None:
     """What the file of a module of the user's says; None for all others."""
-    origin = "" if spec is None or not spec.has_location else str(spec.origin)
-    if spec is None or not origin.endswith(tuple(SOURCE_SUFFIXES)) or is_installed(origin):
+    origin = str(spec.origin)
+    if not (spec.has_location and origin.endswith(tuple(SOURCE_SUFFIXES))) or is_installed(origin):
         return None
     folders, text = spec.submodule_search_locations, _read(origin)
     return None if text is None else Source(origin, text, None if folders is None else list(folders))

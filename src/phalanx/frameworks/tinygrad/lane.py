@@ -21,7 +21,7 @@ from tinygrad.tensor import Tensor
 from phalanx.definition.data import leaves, map_tree
 from phalanx.errors import UsageError
 from phalanx.frameworks.arrays import NUMBERLESS, Functions, check_leaf
-from phalanx.frameworks.tinygrad.devices import RANDOM, kept
+from phalanx.frameworks.tinygrad.devices import RANDOM, kept, put_back
 from phalanx.frameworks.tinygrad.model import Model, owned, plain, write
 from phalanx.plan import MASK32
 from phalanx.seams.records import Computed
@@ -179,8 +179,7 @@ class Lane:
                 drawn.callback(kept())
                 self._forward.seed()
                 streams = 0, {self.device: self._key}, {self.device: counter}
-                for name, value in zip(RANDOM, streams, strict=True):
-                    setattr(Tensor, name, value)
+                put_back(zip(RANDOM, streams, strict=True))
                 for tensor, own in pairs:
                     tensor.replace(own)
                 yield self._model.whole

@@ -76,10 +76,9 @@ class Model:
         UsageError
             It did; names the first one.
         """
-        now = get_state_dict(self.whole)
         own = {id(tensor) for tensor in self.listed}
-        for name in now:
-            if id(now[name]) not in own:
+        for name, tensor in get_state_dict(self.whole).items():
+            if id(tensor) not in own:
                 raise UsageError(
                     f"forward put another tensor in the place of the model's {name!r}, which a captured program would "
                     "not see; write into the one that is there: .assign(...)"
@@ -177,8 +176,7 @@ def _check(name: str, tensor: Tensor) -> None:
 
 def _check_copies(model: Model) -> None:
     try:
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in model.listed}
-        copy.deepcopy(model.whole, memo)
+        copy.deepcopy(model.whole, {id(tensor): tensor for tensor in model.listed})
     except Exception as error:
         raise UsageError(
             f"make_model returned a {type(model.whole).__name__} that cannot be copied ({error}), and the result is a "
