@@ -134,7 +134,9 @@ def tensors_of(replicas: Sequence[torch.nn.Module], *, buffers: bool = False) ->
     """
     if not isinstance(replicas, (list, tuple)) or not replicas:
         raise UsageError(f"replicas is {checks.shown(replicas)}; {LISTED}")
-    named = [_tensors(number, replica, buffers=buffers) for number, replica in enumerate(replicas)]
+    for number, replica in enumerate(replicas):
+        _check_module(f"replicas[{number}]", replica, MADE)
+    named = [[*replica.named_parameters(), *(replica.named_buffers() if buffers else ())] for replica in replicas]
     _check_alike(named)
     _check_independent(named)
     return named
@@ -170,11 +172,6 @@ def average(
 def _check_module(name: str, value: Any, way: str) -> None:
     if not isinstance(value, torch.nn.Module):
         raise UsageError(f"{name} is {checks.shown(value)} ({type(value).__name__}); it must be a torch.nn.Module{way}")
-
-
-def _tensors(number: int, replica: Any, *, buffers: bool) -> Named:
-    _check_module(f"replicas[{number}]", replica, MADE)
-    return [*replica.named_parameters(), *(replica.named_buffers() if buffers else ())]
 
 
 def _check_alike(named: list[Named]) -> None:

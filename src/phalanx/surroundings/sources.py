@@ -43,8 +43,8 @@ def note() -> dict[str, Source]:
         spec = getattr(module, "__spec__", None)
         known = _NOTED.get(name)
         if known is None or known[0] is not spec:
-            ours = isinstance(spec, ModuleSpec) and spec.name == name
-            known = _NOTED[name] = spec, _source(spec) if ours else None
+            ours = _source(spec) if isinstance(spec, ModuleSpec) and spec.name == name else None
+            known = _NOTED[name] = spec, ours
         if known[1] is not None:  # of the user's own
             sources[name] = known[1]
     return sources

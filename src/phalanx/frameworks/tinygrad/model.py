@@ -243,7 +243,8 @@ def state_of(model: Any, optimizer: Any) -> State:
     named = each_once(get_state_dict(model))
     whole = optimizer if not isinstance(optimizer, Sequence) or len(optimizer) != 1 else optimizer[0]
     state = {} if whole is None else each_once(get_state_dict(whole), named.values())
-    return State(*map(numbers_of, (*parted(named), state)))
+    params, buffers = parted(named)
+    return State(numbers_of(params), numbers_of(buffers), numbers_of(state))
 
 
 def _made(definition: Definition, listed: Sequence[Tensor]) -> Optimizer:
