@@ -179,7 +179,8 @@ class Reduction:
             assert total is not None  # there is a part of every rank
         if self._divisor != 1:
             (torch.view_as_real(total) if total.is_complex() else total).div_(self._divisor)
-        out.copy_(total)
+        if total is not out:
+            out.copy_(total)
 
 
 reduction = functools.lru_cache(Reduction)

@@ -31,7 +31,7 @@ SPIN_SECONDS = 0.0003
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00002, 0.0005
 
 LOCK = threading.RLock()
-QUEUES: dict[Queue, None] = {}  # of all groups, where something is under way; as a set in order
+QUEUES: list[Queue] = []  # of all groups, where something is under way
 # torch 2.6 drops the Python part of a Work that a group hands to C++ (DDP's reducer, say), and then waits for ever for
 # the rest. So a Work that nobody has waited for is kept here. 2.13 keeps it itself; versions between were not tried.
 KEEPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
@@ -96,7 +96,7 @@ class Queue:
             operation.queue = self
             self.operations.append(operation)
             if len(self.operations) == 1:
-                QUEUES[self] = None
+                QUEUES.append(self)
                 self.advance()
 
     def advance(self) -> None:
@@ -113,7 +113,8 @@ class Queue:
                 return
             if self.operations:
                 self.operations.popleft()
-        QUEUES.pop(self, None)
+        if self in QUEUES:
+            QUEUES.remove(self)
 
     def fail(self, error: BaseException) -> None:
         """Fail all operations, now and later: after an error, ranks no longer agree on what comes next."""
@@ -129,20 +130,21 @@ class Queue:
             operation.steps.close()
             operation.done, operation.error = True, operation.error or self.broken
         self.operations.clear()
-        QUEUES.pop(self, None)
+        if self in QUEUES:
+            QUEUES.remove(self)
 
 
 def advance() -> None:
     """Let everything that is under way go on as far as possible."""
     with LOCK:
-        for queue in list(QUEUES):
+        for queue in QUEUES[:]:
             queue.advance()
 
 
 def leave(memory: GroupMemory) -> None:
     """Fail the operations of a group that are under way."""
     with LOCK:
-        for queue in list(QUEUES):
+        for queue in QUEUES[:]:
             if queue.operations[0].memory is memory:
                 queue.fail(PeerError(f"{queue.operations[0].name}: the group was destroyed before it was done"))
 
