@@ -92,7 +92,7 @@ class GroupRounds:
         PeerError
             Somebody did something else in the latest round.
         """
-        if self._unseen and self._round:
+        if self._unseen:
             yield from self.see(self.others)
         self._round, self._tag, self._unseen = self._round + 1, signature, len(self.others)
 
@@ -105,7 +105,7 @@ class GroupRounds:
         self._memory.arrive(self._round, self._tag)
 
     def see(self, ranks: Sequence[int]) -> Steps:
-        """Wait until these ranks have announced their slots.
+        """Wait until these ranks, and not this one, have announced their slots.
 
         Raises
         ------
@@ -114,6 +114,8 @@ class GroupRounds:
         """
         memory, number = self._memory, self._round
         for rank in ranks:
+            if rank == self.rank:
+                continue
             self._unseen -= 1
             while memory.arrived(rank) < number:
                 yield [other for other in self.others if memory.arrived(other) < number]
@@ -133,19 +135,13 @@ class GroupRounds:
             return [torch.frombuffer(self._memory.slots[start : start + size], dtype=dtype) for start in starts]
 
 
-@functools.lru_cache
-def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
-    """How values of several ranks become one; ``op`` is one of torch.distributed's."""
-    return Reduction(str(op).rpartition(".")[2], dtype, ranks)
-
-
 class Reduction:
     """How values of several ranks become one.
 
     Parameters
     ----------
-    name : str
-        Of the operation.
+    op : ReduceOp.RedOpType
+        One of torch.distributed's.
     dtype : torch.dtype
     ranks : int
 
@@ -155,7 +151,8 @@ class Reduction:
         There is no such reduction.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype, ranks: int) -> None:
+    def __init__(self, op: Any, dtype: torch.dtype, ranks: int) -> None:
+        name = str(op).rpartition(".")[2]
         if name not in OPERATIONS:
             raise UsageError(f"op is {name}, which backend 'phalanx' has not; use one of {', '.join(OPERATIONS)}")
         self.name = name
@@ -175,15 +172,18 @@ class Reduction:
 
     def into(self, parts: Tensors, out: torch.Tensor) -> None:
         """Reduce ``parts``, one per rank, into ``out``, which must not be one of them."""
-        op = self._op
         if len(parts) == 2 and not self._narrow:
-            op(parts[0], parts[1], out=out)
+            total = self._op(parts[0], parts[1], out=out)
         else:
-            total = fold_values([part.float() for part in parts] if self._narrow else parts, op)
+            total = fold_values([part.float() for part in parts] if self._narrow else parts, self._op)
             assert total is not None  # there is a part of every rank
-            out.copy_(total / self._divisor if self._narrow and self._divisor != 1 else total)
-        if self._divisor != 1 and not self._narrow:
-            (torch.view_as_real(out) if out.is_complex() else out).div_(self._divisor)
+        if self._divisor != 1:
+            (torch.view_as_real(total) if total.is_complex() else total).div_(self._divisor)
+        if total is not out:
+            out.copy_(total)
+
+
+reduction = functools.lru_cache(Reduction)
 
 
 def barrier(rounds: GroupRounds) -> Steps:
@@ -196,28 +196,31 @@ def barrier(rounds: GroupRounds) -> Steps:
 def all_reduce(rounds: GroupRounds, flat: torch.Tensor, reduction: Reduction, root: int | None = None) -> Steps:
     """Reduce over all ranks, into every rank's tensor. With a root, only its tensor is written."""
     word = _word("all_reduce" if root is None else "reduce", flat, reduction, root or 0)
-    if rounds.size <= 2 or flat.nbytes <= DIRECT or root is not None:
-        for _, part in _pieces(flat, SLOT):
-            slots = yield from _shown(rounds, word, part)
-            if root is None or rounds.rank == root:
-                yield from rounds.see(rounds.others)
-                reduction.into(slots, part)
-        return
     for _, part in _pieces(flat, SLOT):
         slots = yield from _shown(rounds, word, part)
+        if root not in (None, rounds.rank):
+            continue
         yield from rounds.see(rounds.others)
-        bounds = share_bounds(len(part), rounds.size)
-        start, end = bounds[rounds.rank]
-        mine = part[start:end]  # each rank reduces a section of it
-        reduction.into([slot[start:end] for slot in slots], mine)
-        yield from rounds.come(word)
-        slots = rounds.slots(part.dtype, bounds[0][1])
-        slots[rounds.rank][: end - start].copy_(mine)
-        rounds.show()
-        for rank in rounds.others:
-            yield from rounds.see((rank,))
-            start, end = bounds[rank]
-            part[start:end].copy_(slots[rank][: end - start])
+        if rounds.size <= 2 or flat.nbytes <= DIRECT or root is not None:
+            reduction.into(slots, part)
+        else:
+            yield from _in_sections(rounds, word, slots, part, reduction)
+
+
+def _in_sections(rounds: GroupRounds, word: int, slots: Tensors, part: torch.Tensor, reduction: Reduction) -> Steps:
+    """Reduce a section of ``part`` on each rank, and gather the sections in one more round."""
+    bounds = share_bounds(len(part), rounds.size)
+    start, end = bounds[rounds.rank]
+    mine = part[start:end]
+    reduction.into([slot[start:end] for slot in slots], mine)
+    yield from rounds.come(word)
+    slots = rounds.slots(part.dtype, bounds[0][1])
+    slots[rounds.rank][: end - start].copy_(mine)
+    rounds.show()
+    for rank in rounds.others:
+        yield from rounds.see((rank,))
+        start, end = bounds[rank]
+        part[start:end].copy_(slots[rank][: end - start])
 
 
 def broadcast(rounds: GroupRounds, flat: torch.Tensor, root: int) -> Steps:
@@ -238,8 +241,7 @@ def all_gather(
     for start, part in _pieces(flat, SLOT):
         slots = yield from _shown(rounds, word, part)
         for rank, output in enumerate(outputs):
-            if rank != rounds.rank:
-                yield from rounds.see((rank,))
+            yield from rounds.see((rank,))
             output[start : start + len(part)].copy_(slots[rank])
 
 
@@ -248,8 +250,7 @@ def scatter(rounds: GroupRounds, flat: torch.Tensor, inputs: Tensors, root: int)
     word = _word("scatter", flat, root=root)
     for start, part in _pieces(flat, SLOT // rounds.size):
         dealt = yield from _dealt(rounds, word, part.dtype, start, len(part), inputs)
-        if rounds.rank != root:
-            yield from rounds.see((root,))
+        yield from rounds.see((root,))
         part.copy_(dealt[root])
 
 
@@ -285,8 +286,7 @@ def all_to_all(rounds: GroupRounds, outputs: Tensors, inputs: Tensors) -> Steps:
     for start in range(0, max(map(max, table)), step):
         dealt = yield from _dealt(rounds, word, dtype, start, step, inputs)
         for rank, output in enumerate(outputs):
-            if rank != rounds.rank:
-                yield from rounds.see((rank,))
+            yield from rounds.see((rank,))
             part = output[start : start + step]
             part.copy_(dealt[rank][: len(part)])
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from phalanx.backend import collectives
 from phalanx.backend.memory import GroupMemory
-from phalanx.backend.messages import Inbox, receive, receive_any, send
+from phalanx.backend.messages import Inbox, receive, send
 from phalanx.backend.progress import Operation, Queue, Steps, Work, leave, uncompiled
 from phalanx.errors import UsageError
 
@@ -110,10 +110,11 @@ class Group(dist.ProcessGroup):
 
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Work:
         """Each rank ends with its part of what the root has."""
-        back: Back = []
         inputs = fitting("inputs", input_lists[0], outputs[0], self.size()) if input_lists else []
-        steps = [collectives.scatter(self._rounds, movable(flattened(outputs[0], back)), inputs, opts.rootRank)]
-        return self._begin("scatter", steps, back, outputs, opts)
+        root = opts.rootRank
+        return self._all(
+            "scatter", outputs, lambda flat: collectives.scatter(self._rounds, movable(flat), inputs, root), opts
+        )
 
     def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Work:
         """Each rank ends with the reduction of its part, out of lists of parts."""
@@ -175,18 +176,12 @@ class Group(dist.ProcessGroup):
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         """Receive a tensor from one rank."""
-        back: Back = []
-        inbox = self._inboxes[self._peer(source)]
-        steps = receive(inbox, source, tag, raw(flattened(tensors[0], back)))
-        name = f"recv from rank {self._memory.names[source]}, tag {tag}"
-        return self._begin(name, [steps], back, tensors, queue=inbox.queue(tag), sources=[source])
+        queue = self._inboxes[self._peer(source)].queue(tag)
+        return self._received(tensors, f"rank {self._memory.names[source]}", tag, queue, [source])
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive a tensor from whichever rank sent one."""
-        back: Back = []
-        sources: list[int] = []
-        steps = receive_any(self._inboxes, tag, raw(flattened(tensors[0], back)), sources)
-        return self._begin(f"recv from any rank, tag {tag}", [steps], back, tensors, queue=Queue(), sources=sources)
+        return self._received(tensors, "any rank", tag, Queue(), [])
 
     def shutdown(self) -> None:
         """Free what the group holds, and fail the operations that are under way."""
@@ -199,6 +194,11 @@ class Group(dist.ProcessGroup):
         if rank not in self._inboxes:
             raise UsageError(f"rank is {rank}, but this is rank {self.rank()} of {self.size()}; name another of them")
         return rank
+
+    def _received(self, tensors: Tensors, name: str, tag: int, queue: Queue, sources: list[int]) -> Work:
+        back: Back = []
+        steps = receive(self._inboxes, sources, tag, raw(flattened(tensors[0], back)))
+        return self._begin(f"recv from {name}, tag {tag}", [steps], back, tensors, queue=queue, sources=sources)
 
     def _all_to_all(self, outputs: Flat, inputs: Flat) -> Steps:
         counts, dtypes = {len(outputs), len(inputs)}, {part.dtype for part in (*outputs, *inputs)}
@@ -251,8 +251,7 @@ class Group(dist.ProcessGroup):
         sources: list[int] | None = None,
     ) -> Work:
         """``sources``: the rank that sends a message; an empty list takes one from any rank, and gets its rank."""
-        whole = steps[0] if len(steps) == 1 and not back else then(steps, back)
-        operation = Operation(whole, self._memory, name, anyone=sources == [])
+        operation = Operation(then(steps, back), self._memory, name, anyone=sources == [])
         (self._queue if queue is None else queue).begin(operation)
         given = getattr(opts, "timeout", None)
         seconds = 0.0 if given is None else given.total_seconds()

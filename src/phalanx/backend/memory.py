@@ -36,7 +36,7 @@ class GroupMemory:
     Parameters
     ----------
     mapped : mmap.mmap
-    rank, size : int
+    rank : int
     pids : sequence of int
         Processes of all ranks.
 
@@ -50,8 +50,9 @@ class GroupMemory:
         Grows with every round and every piece of a message: progress, after which a timeout starts anew.
     """
 
-    def __init__(self, mapped: mmap.mmap, rank: int, size: int, pids: Sequence[int]) -> None:
-        self.rank, self.size, self.pids = rank, size, tuple(pids)
+    def __init__(self, mapped: mmap.mmap, rank: int, pids: Sequence[int]) -> None:
+        self.rank, self.pids = rank, tuple(pids)
+        self.size = size = len(self.pids)
         whole = memoryview(mapped)
         words, slots = _words(size), 2 * SLOT * size
         self._words = whole[:words].cast("q")  # a line per rank, then two lines per pair of ranks
@@ -61,8 +62,15 @@ class GroupMemory:
         self._watched: dict[int, int] = {}
         self._poll = select.poll()
         for peer, pid in enumerate(pids):
-            if peer != rank:
-                self._watch(peer, pid)
+            if peer == rank:
+                continue
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._ended.add(peer)
+            else:
+                self._watched[fd] = peer
+                self._poll.register(fd, select.POLLIN)
         self._looked = 0.0
         self.moved = 0
         self.names = tuple(range(size))
@@ -81,15 +89,6 @@ class GroupMemory:
             os.close(fd)
         self._watched = {}
         self._poll = select.poll()
-
-    def _watch(self, peer: int, pid: int) -> None:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._ended.add(peer)
-        else:
-            self._watched[fd] = peer
-            self._poll.register(fd, select.POLLIN)
 
     def arrive(self, number: int, tag: int) -> None:
         """Announce that this rank has come to a round, its slot written, to do ``tag``. Nobody else may write here."""
@@ -185,7 +184,7 @@ def join(store: Any, rank: int, size: int) -> GroupMemory:
             mapped = shared.map()
         store.set(f"{turn} ready {rank}", "")
         store.wait([f"{turn} ready {peer}" for peer in range(size)])  # the descriptor stays until all have the memory
-    return GroupMemory(mapped, rank, size, [other["pid"] for other in ranks])
+    return GroupMemory(mapped, rank, [other["pid"] for other in ranks])
 
 
 def _opened(pid: int, fd: int, needed: int) -> Memory:

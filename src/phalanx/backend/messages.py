@@ -83,31 +83,26 @@ class Inbox:
             self._coming = None
 
 
-def receive(inbox: Inbox, source: int, tag: int, flat: torch.Tensor) -> Steps:
-    """Read the next message of ``tag`` into ``flat``, which is bytes."""
-    inbox.look()
-    while not inbox.kept[tag]:
-        yield (source,)
-        inbox.look()
-    _fill(flat, inbox.kept[tag].popleft(), inbox.name)
+def receive(inboxes: dict[int, Inbox], sources: list[int], tag: int, flat: torch.Tensor) -> Steps:
+    """Read the next message of ``tag`` into ``flat``, which is bytes.
 
-
-def receive_any(inboxes: dict[int, Inbox], tag: int, flat: torch.Tensor, sources: list[int]) -> Steps:
-    """Read the next message of ``tag`` from any rank, and append that rank to ``sources``."""
+    ``sources`` has the rank that sends it. If it is empty, any rank may send it for which no other receive of the tag
+    waits; that rank is put there.
+    """
+    allowed = sources or list(inboxes)
     while True:
-        for source, inbox in inboxes.items():
+        for source in allowed:
+            inbox = inboxes[source]
             inbox.look()
-            if inbox.kept[tag] and not inbox.queues[tag].operations:
-                sources.append(source)
-                _fill(flat, inbox.kept[tag].popleft(), inbox.name)
+            if inbox.kept[tag] and (sources or not inbox.queues[tag].operations):
+                sources[:] = [source]
+                message = inbox.kept[tag].popleft()
+                if len(message) != len(flat):
+                    raise UsageError(
+                        f"rank {inbox.name} sent {len(message)} bytes, and the tensor to receive them has {len(flat)}; "
+                        "make both equal"
+                    )
+                if message:
+                    flat.copy_(torch.frombuffer(message, dtype=torch.uint8))
                 return
-        yield tuple(inboxes)
-
-
-def _fill(flat: torch.Tensor, message: bytearray, name: int) -> None:
-    if len(message) != len(flat):
-        raise UsageError(
-            f"rank {name} sent {len(message)} bytes, and the tensor to receive them has {len(flat)}; make both equal"
-        )
-    if message:
-        flat.copy_(torch.frombuffer(message, dtype=torch.uint8))
+        yield allowed

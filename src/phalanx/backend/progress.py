@@ -205,8 +205,7 @@ class Work(dist.Work):
     def get_future(self) -> Any:
         """Waits: nothing goes on in the background."""
         future = torch.futures.Future()
-        self.wait()
-        future.set_result(self._outputs)
+        future.set_result(self.result())
         return future
 
     def is_completed(self) -> bool:
@@ -261,8 +260,8 @@ def _check(operation: Operation, waited: float, seconds: float) -> None:
         if operation.done or operation.queue is None:
             return
         queue, first = operation.queue, operation.queue.operations[0]
-        gone = _gone(first)
-        if gone:
+        gone = first.memory.gone(first.awaited)
+        if gone and (len(gone) == len(first.awaited) or not first.anyone):
             advance()  # the rank may have done its part before it ended
             if first.done or not set(gone) <= set(first.awaited):
                 return
@@ -273,9 +272,3 @@ def _check(operation: Operation, waited: float, seconds: float) -> None:
         else:
             return
         queue.fail(PeerError(f"{first.name}: {why}; this group cannot go on, start all ranks again"))
-
-
-def _gone(operation: Operation) -> Sequence[int]:
-    """The ranks that have ended and without which the operation cannot be done."""
-    gone = operation.memory.gone(operation.awaited)
-    return () if operation.anyone and len(gone) < len(operation.awaited) else gone

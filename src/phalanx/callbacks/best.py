@@ -225,7 +225,7 @@ class SaveBest:
         self.kept: list[Best] = []
         self._run: Any = None
         self._folder: pathlib.Path | None = None
-        self._known: list[tuple[float, int]] | None = None
+        self._known: list[tuple[float, int]] = []  # what a snapshot says is there
         self._tidy = True  # whether the folder has files of this run only
 
     @property
@@ -235,11 +235,11 @@ class SaveBest:
 
     def begin(self, run: Any) -> None:
         """Begin anew, unless the run goes on from a snapshot: then nothing is removed yet, as it may be refused."""
-        self._run, known = run, self._known or []
+        self._run = run
         self._folder = None if run.kept_in is None else run.kept_in.resolve() / FOLDER
         self._writes = run.run_dir is not None
-        self.kept = [Best(self._better.metric, value, steps, self._file_of(steps)) for value, steps in known]
-        self._known, self._tidy = None, not self._writes
+        self.kept = [Best(self._better.metric, value, steps, self._file_of(steps)) for value, steps in self._known]
+        self._known, self._tidy = [], not self._writes
         if run.resumed_from is None:
             self._clear()
 

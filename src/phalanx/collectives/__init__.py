@@ -33,13 +33,11 @@ __all__ = [
     "spell_rounds",
 ]
 
-OPS = ("sum", "mean", "max", "min")
 SUMMED_IN = {  # torch has no arithmetic in the two integer dtypes; wider sums wrap to the same bits
     torch.complex32: torch.complex64,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-Bounds = Sequence[tuple[int, int]]
 COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {  # what arrives, into what is there
     "sum": torch.Tensor.add_,
     "mean": torch.Tensor.add_,
@@ -225,7 +223,7 @@ def _carry_out(transfers: Sequence[Transfer], chunks: Sequence[Sequence[torch.Te
             mine.copy_(theirs, non_blocking=free)
 
 
-def _cut(tensor: torch.Tensor, bounds: Bounds) -> list[torch.Tensor]:
+def _cut(tensor: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     return [tensor[start:end] for start, end in bounds]
 
 
@@ -296,21 +294,21 @@ def usable_device(name: str, value: Any) -> torch.device:
     """``value`` as a device that torch can use here."""
     try:
         device = torch.empty(0, device=str(value)).device
+        if device.type == "meta":
+            raise NotImplementedError("it has no values")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"{name} is {value!r}, which torch cannot use here ({reason}); use 'cpu'") from error
-    if device.type == "meta":
-        raise UsageError(f"{name} is {value!r}, which torch cannot use here (it has no values); use 'cpu'")
     return device
 
 
 def reducible(op: Any, dtype: torch.dtype) -> None:
     """Refuse an ``op`` that is unknown, or has no result in ``dtype``."""
-    checks.choice("op", op, OPS)
+    checks.choice("op", op, tuple(COMBINE))
     whole = not dtype.is_floating_point and not dtype.is_complex
     unfit = {"sum": dtype == torch.bool, "mean": whole, "max": dtype.is_complex, "min": dtype.is_complex}
     if unfit[op] or dtype == torch.uint64:
-        others = ", ".join(repr(other) for other in OPS if not unfit[other])
+        others = ", ".join(repr(other) for other in COMBINE if not unfit[other])
         raise UsageError(
             f"op is {op!r}, which torch cannot compute in {dtype}; take one of {others}, or convert with .long() or "
             ".double()"
@@ -329,9 +327,9 @@ def writable(name: str, tensors: Sequence[torch.Tensor]) -> None:
                 f"{name}[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}, so several of its "
                 "elements share memory and cannot be written; reduce a copy: .contiguous()"
             )
-    elements = list(enumerate(zip([tensor.device for tensor in tensors], map(_elements, tensors), strict=True)))
-    for (low, (device, mine)), (high, (other, theirs)) in itertools.combinations(elements, 2):
-        if device == other and np.shares_memory(mine, theirs):
+    elements = list(map(_elements, tensors))
+    for low, high in itertools.combinations(range(len(tensors)), 2):
+        if tensors[low].device == tensors[high].device and np.shares_memory(elements[low], elements[high]):
             raise UsageError(
                 f"{name}[{low}] and {name}[{high}] share memory, so what one of them brings would count twice; "
                 "give each participant a .clone()"

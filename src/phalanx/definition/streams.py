@@ -79,7 +79,7 @@ class Reading:
         Whether there are no more.
     """
 
-    def __init__(self, definition: Definition, stream: Stream, epoch: int, before: int, mark: Mark = BEGINNING) -> None:
+    def __init__(self, definition: Definition, stream: Stream, epoch: int, before: int, mark: Mark) -> None:
         self.number, self.hash, self.ended = mark.number, mark.hash, False
         self._seed, self._owned = definition.seed, definition.generators
         self._size, self._epoch, self._before = stream.epoch_size, epoch, before
@@ -244,7 +244,7 @@ class Supply:
 
     @taking_over("the place in the stream")
     def go_on(self, state: Mapping[str, Any], shown: Shown, *, anyway: bool = False) -> int:
-        """Go to an earlier run's position, reading again the samples that wait; returns how many that run had dealt.
+        """Begin at an earlier run's position, reading again the samples that wait; returns how many that run had dealt.
 
         Parameters
         ----------
@@ -271,7 +271,6 @@ class Supply:
         epochs = self._definition.epochs
         if epochs is not None and self.epoch > epochs:
             raise UsageError(f"epochs is {epochs}, but the run that is resumed has done {self.epoch}; raise epochs")
-        self._ready, self._buffer, self._over = deque(), [], False
         if read:
             with self._surroundings:
                 self._read_again(state, shown, anyway=anyway)
@@ -334,9 +333,7 @@ class Supply:
 
     def _read_from(self, mark: Mark, state: Mapping[str, Any], shown: Shown) -> None:
         """Read an epoch from a mark up to where an earlier run was; keep the samples that waited there."""
-        self.close()
-        self._marks, waiting, items = deque([mark], MARKS), {*state["ready"], *state["slots"]}, dict[int, Item]()
-        self._reading = reading = Reading(self._definition, self._stream, self.epoch, self._before, mark)
+        reading, waiting, items = self._opened(mark), {*state["ready"], *state["slots"]}, dict[int, Item]()
         for number in shown(range(mark.number, state["read"]), "phalanx: reading samples again"):
             sample = reading.next()
             if reading.ended:
@@ -353,16 +350,21 @@ class Supply:
         if last is not None and not self._over:
             return last
         self._before = self._total
-        self.close()
         self.epoch, self._over = self.epoch + self._over, False
-        self._ready, self._buffer, self._marks = deque(), [], deque([BEGINNING], MARKS)
-        self._reading = reading = Reading(self._definition, self._stream, self.epoch, self._before)
+        reading = self._opened(BEGINNING)
         if last is not None and reading.iterator is last.iterable:
             raise UsageError(
                 f"make_iterable returned the same {type(last.iterable).__name__} again for epoch {self.epoch}; each "
                 "epoch reads an iterable from its beginning, so make a new one in each call"
             )
         return reading
+
+    def _opened(self, mark: Mark) -> Reading:
+        """Let go of the last reading, and begin one of the present epoch at a mark; no sample waits then."""
+        self.close()
+        self._ready, self._buffer, self._marks = deque(), [], deque([mark], MARKS)
+        self._reading = Reading(self._definition, self._stream, self.epoch, self._before, mark)
+        return self._reading
 
     def _mark(self, reading: Reading) -> None:
         """Now and then, mark where the iterable is; the oldest marks are dropped."""

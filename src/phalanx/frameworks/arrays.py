@@ -77,9 +77,9 @@ class State:
 
     def captured(self, framework: str, environment: Mapping[str, str]) -> Captured:
         """The state as a snapshot holds it. ``environment``: what changes bits and is not in a recipe."""
-        weights = {**self.params, **self._prefixed(self.beside, self.buffers)}
+        weights = {**self.params, **_prefixed(self.beside, self.buffers)}
         facts = {FRAMEWORK: framework, ENVIRONMENT: environment, STATE_DICT: []}
-        return Captured(_stored(weights), _stored(self._prefixed(OPTIMIZER, self.optimizer)), facts)
+        return Captured(_stored(weights), _stored(_prefixed(OPTIMIZER, self.optimizer)), facts)
 
     def taking_over(self, captured: Captured, framework: str) -> State:
         """The state with a snapshot's values; a snapshot without facts gives parameters and buffers only.
@@ -95,15 +95,10 @@ class State:
                 raise SnapshotError(f"the snapshot is not of a {framework} recipe")
             stored = {name: item for name, item in captured.training.items() if name.startswith(OPTIMIZER)}
             optimizer = _fitted(self.optimizer, OPTIMIZER, stored)
-        inside = self._prefixed(self.beside, self.buffers)
-        fitted = _fitted({**self.params, **inside}, "", captured.weights)
+        fitted = _fitted({**self.params, **_prefixed(self.beside, self.buffers)}, "", captured.weights)
         params = {name: fitted[name] for name in self.params}
         buffers = {name: fitted[self.beside + name] for name in self.buffers}
         return State(params, buffers, optimizer, self.beside)
-
-    @staticmethod
-    def _prefixed(prefix: str, part: Named) -> Named:
-        return {prefix + name: array for name, array in part.items()}
 
 
 class ArrayFramework:
@@ -386,8 +381,11 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+def _prefixed(prefix: str, part: Named) -> Named:
+    return {prefix + name: array for name, array in part.items()}
+
+
 def _fitted(part: Named, prefix: str, stored: Mapping[str, Tensor]) -> Named:
     """The stored arrays, if their specs are those of ``part``."""
-    here = {prefix + name: array for name, array in part.items()}
-    check_specs(here, stored)
+    check_specs(_prefixed(prefix, part), stored)
     return {name: array_of(stored[prefix + name]) for name in part}

@@ -31,6 +31,7 @@ OTHERWISE = (
     "; keep tensors with a gradient, locks and open files out of its attributes, mend its __deepcopy__, or make one "
     "model per device and call manual.broadcast_parameters"
 )
+MADE = ", as manual.replicate(model, devices) makes them, or torch.nn.ParameterList(parameters)"
 LISTED = "it must be a list of models, as manual.replicate(model, devices) makes it"
 
 
@@ -57,7 +58,9 @@ def replicate(model: Model, devices: Sequence[str | torch.device]) -> list[Model
         No devices, or one that torch cannot use here; a model that cannot be copied, has no parameters to train, or
         has some without values (lazy modules, the meta device).
     """
-    _check_model(model)
+    _check_module("model", model, "")
+    check_values("model", model)
+    check_trained("model is", model)
     homes = usable("devices", devices)
     replicas = [copied("model", model, OTHERWISE) for _ in homes]
     for replica, home in zip(replicas, homes, strict=True):
@@ -114,7 +117,7 @@ def sync_gradients(replicas: Sequence[torch.nn.Module], weights: Any = None, alg
     check_trained("replicas[0] is", replicas[0])
     checks.choice("algorithm", algorithm, tuple(ALGORITHMS))
     relative = _relative(weights, len(named))
-    for name, parameter in [pair for replica in named for pair in replica]:
+    for name, parameter in itertools.chain(*named):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise sparse(name)
     parameters = [[parameter for _, parameter in replica if parameter.requires_grad] for replica in named]
@@ -131,7 +134,9 @@ def tensors_of(replicas: Sequence[torch.nn.Module], *, buffers: bool = False) ->
     """
     if not isinstance(replicas, (list, tuple)) or not replicas:
         raise UsageError(f"replicas is {checks.shown(replicas)}; {LISTED}")
-    named = [_tensors(number, replica, buffers=buffers) for number, replica in enumerate(replicas)]
+    for number, replica in enumerate(replicas):
+        _check_module(f"replicas[{number}]", replica, MADE)
+    named = [[*replica.named_parameters(), *(replica.named_buffers() if buffers else ())] for replica in replicas]
     _check_alike(named)
     _check_independent(named)
     return named
@@ -164,20 +169,9 @@ def average(
                 parameter.grad = None if entry is None else entry.clone()
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"model is {checks.shown(model)} ({type(model).__name__}); it must be a torch.nn.Module")
-    check_values("model", model)
-    check_trained("model is", model)
-
-
-def _tensors(number: int, replica: Any, *, buffers: bool) -> Named:
-    if not isinstance(replica, torch.nn.Module):
-        raise UsageError(
-            f"replicas[{number}] is {checks.shown(replica)} ({type(replica).__name__}); it must be a torch.nn.Module, "
-            "as manual.replicate(model, devices) makes them, or torch.nn.ParameterList(parameters)"
-        )
-    return [*replica.named_parameters(), *(replica.named_buffers() if buffers else ())]
+def _check_module(name: str, value: Any, way: str) -> None:
+    if not isinstance(value, torch.nn.Module):
+        raise UsageError(f"{name} is {checks.shown(value)} ({type(value).__name__}); it must be a torch.nn.Module{way}")
 
 
 def _check_alike(named: list[Named]) -> None:

@@ -43,8 +43,8 @@ def note() -> dict[str, Source]:
         spec = getattr(module, "__spec__", None)
         known = _NOTED.get(name)
         if known is None or known[0] is not spec:
-            ours = isinstance(spec, ModuleSpec) and spec.name == name
-            known = _NOTED[name] = spec, _source(spec) if ours else None
+            ours = _source(spec) if isinstance(spec, ModuleSpec) and spec.name == name else None
+            known = _NOTED[name] = spec, ours
         if known[1] is not None:  # of the user's own
             sources[name] = known[1]
     return sources
@@ -130,10 +130,10 @@ def _has_packages(folder: str) -> bool:
         return False
 
 
-def _source(spec: ModuleSpec | None) -> Source | None:
+def _source(spec: ModuleSpec) -> Source | None:
     """What the file of a module of the user's says; None for all others."""
-    origin = "" if spec is None or not spec.has_location else str(spec.origin)
-    if spec is None or not origin.endswith(tuple(SOURCE_SUFFIXES)) or is_installed(origin):
+    origin = str(spec.origin)
+    if not (spec.has_location and origin.endswith(tuple(SOURCE_SUFFIXES))) or is_installed(origin):
         return None
     folders, text = spec.submodule_search_locations, _read(origin)
     return None if text is None else Source(origin, text, None if folders is None else list(folders))

@@ -23,7 +23,7 @@ from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.tinygrad.devices import available as available
 from phalanx.frameworks.tinygrad.devices import devices_of, recorded, settings
 from phalanx.frameworks.tinygrad.lane import Batch, Forward, Lane, collate, numbers
-from phalanx.frameworks.tinygrad.model import Update, opened, plain, write
+from phalanx.frameworks.tinygrad.model import Update, numbers_of, opened, plain, write
 from phalanx.frameworks.tinygrad.model import state_of as state_of
 from phalanx.seams.records import Computed, Exported, Weights
 from phalanx.surroundings.turns import Anew
@@ -116,7 +116,7 @@ class Tinygrad(ArrayFramework):
         """What is read from a device is a copy."""
         params = {name: plain(tensor) for name, tensor in zip(self._model.params, self._lanes[0].params, strict=True)}
         buffers = {name: array.copy() for name, array in zip(self._model.buffers, self._starts, strict=True)}
-        return State(params, buffers, {name: plain(tensor) for name, tensor in self._updates.state.items()})
+        return State(params, buffers, numbers_of(self._updates.state))
 
     def write(self, state: State) -> None:
         """To all devices."""

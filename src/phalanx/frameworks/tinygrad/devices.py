@@ -8,7 +8,7 @@ import functools
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -33,11 +33,12 @@ RANDOM = ("_seed", "_device_seeds", "_device_rng_counters")  # where ``Tensor`` 
 
 def kept() -> Callable[[], None]:
     """A function that puts tinygrad's generators back into their present state."""
-    return functools.partial(_put_back, [(name, getattr(Tensor, name)) for name in RANDOM])
+    return functools.partial(put_back, [(name, getattr(Tensor, name)) for name in RANDOM])
 
 
-def _put_back(before: Sequence[tuple[str, Any]]) -> None:
-    for name, value in before:
+def put_back(state: Iterable[tuple[str, Any]]) -> None:
+    """Put tinygrad's generators into a state, by the names of its parts."""
+    for name, value in state:
         setattr(Tensor, name, value)
 
 
@@ -122,9 +123,10 @@ def opened(name: str) -> str:
         if not re.fullmatch(r"[A-Za-z]+(:\d+)?", name):
             raise ValueError("after the kind comes a number or nothing, as in CL:1")
         device = Device.canonicalize(name)
-        if device.split(":")[0] not in KINDS:
+        kind = device.split(":")[0]
+        if kind not in KINDS:
             raise ValueError(f"its kinds are {', '.join(KINDS)}")
-        if device.split(":")[0] == "CPU" and shutil.which(compiler := getenv("CC", "clang")) is None:
+        if kind == "CPU" and shutil.which(compiler := getenv("CC", "clang")) is None:
             raise FileNotFoundError(compiler)  # the CPU opens with cached programs alone, so opening proves nothing
         Device[device].renderer  # noqa: B018  says why it cannot be used
         return device

@@ -21,7 +21,7 @@ from tinygrad.tensor import Tensor
 from phalanx.definition.data import leaves, map_tree
 from phalanx.errors import UsageError
 from phalanx.frameworks.arrays import NUMBERLESS, Functions, check_leaf
-from phalanx.frameworks.tinygrad.devices import RANDOM, kept
+from phalanx.frameworks.tinygrad.devices import RANDOM, kept, put_back
 from phalanx.frameworks.tinygrad.model import Model, owned, plain, write
 from phalanx.plan import MASK32
 from phalanx.seams.records import Computed
@@ -109,14 +109,14 @@ class Lane:
         def read() -> list[list[np.ndarray]]:  # the first call waits for the device
             return [[plain(tensor) for tensor in part] for part in (computed, self.buffers)]
 
-        self._unread = read
-        return functools.partial(self._ended, read, program.constants)
+        def ended() -> Computed:  # in numpy arrays of its own
+            (loss, *gradient), buffers = read()
+            returned = gradient.pop() if len(gradient) > len(self.params) else program.constants["weight"]
+            weight = self._forward.weight(returned)
+            return Computed(float(loss), weight, None if weight == 0 else gradient, list(buffers))
 
-    def _ended(self, read: Callable[[], Any], constants: dict[str, Any]) -> Computed:
-        """What a replica computed, in numpy arrays of its own."""
-        (loss, *gradient), buffers = read()
-        weight = self._forward.weight(gradient.pop() if len(gradient) > len(self.params) else constants["weight"])
-        return Computed(float(loss), weight, None if weight == 0 else gradient, list(buffers))
+        self._unread = read
+        return ended
 
     def output(
         self, batch: Batch, key: int, starts: Sequence[np.ndarray], target_fn: Callable[..., Any] | None = None
@@ -179,8 +179,7 @@ class Lane:
                 drawn.callback(kept())
                 self._forward.seed()
                 streams = 0, {self.device: self._key}, {self.device: counter}
-                for name, value in zip(RANDOM, streams, strict=True):
-                    setattr(Tensor, name, value)
+                put_back(zip(RANDOM, streams, strict=True))
                 for tensor, own in pairs:
                     tensor.replace(own)
                 yield self._model.whole
@@ -238,7 +237,9 @@ class Batch:
         self.arrays: list[np.ndarray] = []
 
         def number(leaf: Any) -> int:
-            self.arrays.append(_checked(next(names), leaf, double=double))
+            array = _array(leaf)
+            check_leaf(next(names), leaf, array, double=double, refused=REFUSED)
+            self.arrays.append(array)
             return len(self.arrays) - 1
 
         self._numbers = map_tree(number, tree)
@@ -275,9 +276,3 @@ def _array(leaf: Any) -> np.ndarray:
     if isinstance(leaf, (bool, np.generic, np.ndarray)) or not isinstance(leaf, (int, float)):
         return np.asarray(leaf)
     return np.asarray(leaf, np.float32 if isinstance(leaf, float) else np.int32)
-
-
-def _checked(name: str, leaf: Any, *, double: bool) -> np.ndarray:
-    array = _array(leaf)
-    check_leaf(name, leaf, array, double=double, refused=REFUSED)
-    return array

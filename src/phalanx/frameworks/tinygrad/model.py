@@ -76,10 +76,9 @@ class Model:
         UsageError
             It did; names the first one.
         """
-        now = get_state_dict(self.whole)
         own = {id(tensor) for tensor in self.listed}
-        for name in now:
-            if id(now[name]) not in own:
+        for name, tensor in get_state_dict(self.whole).items():
+            if id(tensor) not in own:
                 raise UsageError(
                     f"forward put another tensor in the place of the model's {name!r}, which a captured program would "
                     "not see; write into the one that is there: .assign(...)"
@@ -113,12 +112,7 @@ def opened(whole: Any) -> Model:
     for device in sorted({str(tensor.device) for tensor in named.values()}):
         devices.opened(device)  # says what is missing for it
     Tensor.realize(*named.values())
-    model = Model(
-        whole,
-        {name: tensor for name, tensor in named.items() if tensor.is_param},
-        {name: tensor for name, tensor in named.items() if not tensor.is_param},
-        list(everything.values()),
-    )
+    model = Model(whole, *parted(named), list(everything.values()))
     _check_copies(model)
     return model
 
@@ -130,6 +124,17 @@ def each_once(named: Mapping[str, Tensor], known: Iterable[Tensor] = ()) -> dict
     for name, tensor in named.items():
         first.setdefault(id(tensor), name)
     return {name: named[name] for number, name in first.items() if number not in seen}
+
+
+def parted(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those that are trained, and those that are not."""
+    params = {name: tensor for name, tensor in named.items() if tensor.is_param}
+    return params, {name: tensor for name, tensor in named.items() if not tensor.is_param}
+
+
+def numbers_of(named: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """The numbers of tensors by name."""
+    return {name: plain(tensor) for name, tensor in named.items()}
 
 
 def plain(tensor: Tensor) -> np.ndarray:
@@ -171,8 +176,7 @@ def _check(name: str, tensor: Tensor) -> None:
 
 def _check_copies(model: Model) -> None:
     try:
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in model.listed}
-        copy.deepcopy(model.whole, memo)
+        copy.deepcopy(model.whole, {id(tensor): tensor for tensor in model.listed})
     except Exception as error:
         raise UsageError(
             f"make_model returned a {type(model.whole).__name__} that cannot be copied ({error}), and the result is a "
@@ -239,11 +243,8 @@ def state_of(model: Any, optimizer: Any) -> State:
     named = each_once(get_state_dict(model))
     whole = optimizer if not isinstance(optimizer, Sequence) or len(optimizer) != 1 else optimizer[0]
     state = {} if whole is None else each_once(get_state_dict(whole), named.values())
-    return State(
-        {name: plain(tensor) for name, tensor in named.items() if tensor.is_param},
-        {name: plain(tensor) for name, tensor in named.items() if not tensor.is_param},
-        {name: plain(tensor) for name, tensor in state.items()},
-    )
+    params, buffers = parted(named)
+    return State(numbers_of(params), numbers_of(buffers), numbers_of(state))
 
 
 def _made(definition: Definition, listed: Sequence[Tensor]) -> Optimizer:
