@@ -666,7 +666,7 @@ def test_progress_is_a_line_a_minute_where_epochs_are_long(capsys, monkeypatch):
     """Without the end of an epoch a line comes after each minute, with the mean loss since the last one."""
     clock = iter(range(0, 10_000, 25))
     monkeypatch.setattr(observers.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(observers, "_print", print)
+    monkeypatch.setattr(observers, "say", print)
     lines = observers.ProgressLines(recipe(data=None, steps=None))
     lines.begin(types.SimpleNamespace(run_state=RunState()), types.SimpleNamespace(run_dir=None))
     for step in range(5):
