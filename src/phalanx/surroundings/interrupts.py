@@ -154,11 +154,11 @@ class held(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a fu
     """
 
     def __enter__(self) -> None:
-        if _here():
+        if threading.get_ident() == PROCESS.main:
             PROCESS.held += 1
 
     def __exit__(self, *_: object) -> None:
-        if PROCESS.held and _here():
+        if PROCESS.held and threading.get_ident() == PROCESS.main:
             PROCESS.held -= 1
 
 
@@ -169,7 +169,7 @@ class user_code(contextlib.AbstractContextManager[None]):  # noqa: N801  used as
         self._broken: int | None = None
 
     def __enter__(self) -> None:
-        if PROCESS.installed and _here():
+        if PROCESS.installed and threading.get_ident() == PROCESS.main:
             self._broken = PROCESS.broken
             PROCESS.breakable = True
             if PROCESS.pressed:
@@ -205,12 +205,11 @@ def on_sigterm(terminate: Callable[[], None] | None) -> Iterator[None]:
     if terminate is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    # None stands for a handler that Python did not set, and SIG_DFL is 0.
-    before, owner = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL, os.getpid()
+    before, owner = signal.getsignal(signal.SIGTERM), os.getpid()
 
     def received(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a forked child ends as it would without us
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
         terminate()
@@ -221,7 +220,7 @@ def on_sigterm(terminate: Callable[[], None] | None) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def _here() -> bool:
