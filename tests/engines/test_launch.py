@@ -831,6 +831,15 @@ def test_workers_import_nothing_of_their_own(tmp_path):
     assert [name for name in later if name.split(".")[0] in ("phalanx", "torch", "numpy")] == []
 
 
+def talkative(forward):
+    """A small recipe with a forward of the test's own, which prints."""
+    x, y = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
+    return phalanx.Recipe(
+        lambda: torch.nn.Linear(4, 2), (x, y), torch.nn.functional.cross_entropy, forward_fn=forward, replicas=2,
+        batch_size=8, steps=4,
+    )  # fmt: skip
+
+
 class Unreadable(io.StringIO):
     """A stream whose reader has gone, or whose disk is full."""
 
@@ -854,11 +863,7 @@ def test_what_workers_print_ends_no_run(monkeypatch, capsys, error):
         print("from a worker", flush=True)
         return model(batch[0])
 
-    x, y = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
-    recipe = phalanx.Recipe(
-        lambda: torch.nn.Linear(4, 2), (x, y), torch.nn.functional.cross_entropy, forward_fn=forward, replicas=2,
-        batch_size=8, steps=4,
-    )  # fmt: skip
+    recipe = talkative(forward)
     expected = recipe.train(engine="inline").digest
     monkeypatch.setattr(sys, "stdout", Unreadable(error))  # planted
     assert recipe.train(workers=2, progress=False).digest == expected
@@ -872,11 +877,7 @@ def test_what_an_ascii_terminal_lacks_is_spelled(monkeypatch):
         print("sch\u00f6n", flush=True)
         return model(batch[0])
 
-    x, y = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
-    recipe = phalanx.Recipe(
-        lambda: torch.nn.Linear(4, 2), (x, y), torch.nn.functional.cross_entropy, forward_fn=forward, replicas=2,
-        batch_size=8, steps=2,
-    )  # fmt: skip
+    recipe = talkative(forward)
     stream = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stream)  # planted
     recipe.train(workers=2, progress=False)
