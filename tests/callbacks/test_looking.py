@@ -86,7 +86,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_is_refused_before_the_next_step(options, change, way):

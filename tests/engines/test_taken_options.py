@@ -90,6 +90,7 @@ TOLD = pytest.mark.filterwarnings("ignore:requires_grad of 'body.weight' was cha
 
 
 @TOLD
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("make_model", [Gradual, Thawed, Once])
 @pytest.mark.parametrize("moments", [(2,), (6,), (2, 6)])
 def test_what_forward_freezes(make_model, moments):

@@ -41,7 +41,7 @@ def test_the_root_is_the_same_for_any_number_of_workers(tmp_path, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sample("chains that are killed", sorted(FAMILIES), 1))
+@pytest.mark.parametrize("name", sample("chains that are killed", sorted(FAMILIES)[::5], 1))
 def test_twenty_kills_and_two_resumes_leave_the_root(tmp_path, name):
     """A family whose workers are killed twenty times, and whose run is resumed twice, has the root of a quiet run."""
     steps = KILLS + 4
@@ -60,7 +60,7 @@ def test_twenty_kills_and_two_resumes_leave_the_root(tmp_path, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sample("chains of worlds", sorted(FAMILIES), 1))
+@pytest.mark.parametrize("name", ["conv_norm", "masked_tokens", "transformer"])
 def test_two_processes_of_torchrun_have_the_same_root(tmp_path, name):
     """The first process of a world keeps the chain, and its root is that of one process."""
     script = tmp_path / "job.py"
