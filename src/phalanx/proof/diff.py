@@ -238,8 +238,9 @@ def first_difference(one: Instant, other: Instant, last: int, *, operations: boo
             continue
         one.put(before[0], update)
         other.put(before[1], update)
-        first = _within_replicas(one, other, operations) or _folded(one, other) or _after_folds(one, reports, after)
-        return replace(first, part=one.phase)
+        first = _within_replicas(one, other, operations)
+        first = first or _first(one.step, None, *map(_after_replicas, (one, other), reports, after))
+        return replace(first or _at(one.step, None, "update", Unequal("lr", None, None)), part=one.phase)
     return None
 
 
@@ -258,30 +259,31 @@ def _same(one: StepReport, other: StepReport) -> bool:
 
 def _within_replicas(one: Instant, other: Instant, operations: bool) -> Difference | None:
     """The first replica that computes something else, and the first value that differs."""
-    shares = one.shares(), other.shares()
-    for replica in range(min(map(len, shares))):
-        dealt = [{"samples": taken(side[replica].samples)} for side in shares]
-        difference = unequal(*dealt)
+    for replica, shares in enumerate(zip(one.shares(), other.shares(), strict=False)):
+        dealt = [[ComputedValue("samples", "samples", {"samples": taken(share.samples)}, "")] for share in shares]
+        difference = _first(one.step, replica, *dealt)
+        if difference is None and len(shares[0].samples):
+            difference = _first(one.step, replica, computed(one, replica), computed(other, replica))
+            if difference is not None and operations:
+                closer = [computed(instant, replica, operations=True) for instant in (one, other)]
+                difference = _first(one.step, replica, *closer) or difference
         if difference is not None:
-            return _at(one.step, replica, "samples", difference)
-        if len(shares[0][replica].samples):
-            difference = replica_difference(one, other, replica)
-            if difference is not None:
-                return (operations and replica_difference(one, other, replica, operations=True)) or difference
+            return difference
     return None
 
 
-def replica_difference(one: Instant, other: Instant, replica: int, *, operations: bool = False) -> Difference | None:
-    """The first value that a replica computes differently on two sides, in the order of computation."""
-    sides = [computed(instant, replica, operations=operations) for instant in (one, other)]
-    for left, right in zip(*sides, strict=False):
+def _first(
+    step: int, replica: int | None, one: Sequence[ComputedValue], other: Sequence[ComputedValue]
+) -> Difference | None:
+    """The first value that two sides computed differently, in the order of computation."""
+    for left, right in zip(one, other, strict=False):
         if (left.phase, left.name) != (right.phase, right.name):
             name = f"{left.name or left.phase} against {right.name or right.phase}"
             lines = " against ".join(dict.fromkeys(line for line in (left.line, right.line) if line))
-            return _at(one.step, replica, left.phase, Unequal(name, None, None), lines)
+            return _at(step, replica, left.phase, Unequal(name, None, None), lines)
         mismatch = unequal(left.values, right.values)
         if mismatch is not None:
-            return _at(one.step, replica, left.phase, mismatch, left.line)
+            return _at(step, replica, left.phase, mismatch, left.line)
     return None
 
 
@@ -315,26 +317,14 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
     return records + [ComputedValue("buffer", name, {name: value}, "") for name, value in buffers.items()]
 
 
-def _folded(one: Instant, other: Instant) -> Difference | None:
-    """The first parameter whose mean gradient differs, although the replicas' gradients are the same."""
-    means = [{name: taken(value) for name, value in instant.mean().items()} for instant in (one, other)]
-    mismatch = unequal(*means)
-    return None if mismatch is None else _at(one.step, None, "fold", mismatch)
-
-
-def _after_folds(one: Instant, reports: tuple[StepReport, StepReport], after: tuple[Captured, Captured]) -> Difference:
-    """The first difference after mean gradients that are the same: norm, update or buffer."""
-    numbers = [{"norm": taken(report.grad_norm)} for report in reports]
-    norm = unequal(*numbers)
-    if norm is not None:
-        return _at(one.step, None, "norm", norm)
-    what = unequal(*map(_tensors, after))
-    if what is None:
-        rates = [{"lr": taken(report.lr)} for report in reports]
-        return _at(one.step, None, "update", unequal(*rates) or Unequal("lr", None, None))
-    trained = what.name in one.parameters or what.name.startswith("optimizer")
-    phase = "update" if trained else "buffer"
-    return _at(one.step, None, phase, what)
+def _after_replicas(instant: Instant, report: StepReport, after: Captured) -> list[ComputedValue]:
+    """What follows the gradients of replicas: their mean, its norm, and the new state."""
+    mean = {name: taken(value) for name, value in instant.mean().items()}
+    state = _tensors(after)
+    updated = {name: state[name] for name in state if name in instant.parameters or name.startswith("optimizer")}
+    buffers = {name: state[name] for name in state if name not in updated}
+    groups = {"fold": mean, "norm": {"norm": taken(report.grad_norm)}, "update": updated, "buffer": buffers}
+    return [ComputedValue(phase, phase, values, "") for phase, values in groups.items()]
 
 
 def _stack() -> list[tuple[str, int]]:
