@@ -307,30 +307,29 @@ class Recipe(Definition):
             turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY
             keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
             shows = settled.progress, settled.callbacks, self, turn
-            observers = [*watching(*shows, stop=stop, max_seconds=settled.max_seconds, called=called), *keeping]
+            observers = [*watching(*shows, stop=stop), *keeping]
             bar = functools.partial(shown, unit="sample", progress=settled.progress)  # while a stream is read again
             if self.stream and settled.readers:
                 checks.warn(AHEAD.format(settled.readers))
             supply = self.stream and supplied(self, engine.run_state, engine.reading, bar, anyway=anyway)
             undo.callback(supply.close if supply else bool)
             facts = self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting
-            later = self._succeed(own, engine, turn, called, lambda: run)
+            later = self._succeed(own, engine, turn, lambda: run)
             loop = Loop(*facts, None if settled is own else later)
-            run = Run(self, engine, loop, keeping[-1] if keeping else None, turn, called, self._predicted, own.run_dir)
+            saver, more = keeping[-1] if keeping else None, (self._predicted, own.run_dir, settled.max_seconds)
+            run = Run(self, engine, loop, saver, turn, called, *more)
             for observer in observers:
                 observer.begin(engine, run)
                 undo.callback(observer.end)
             undo.pop_all()
         return run
 
-    def _succeed(
-        self, own: Any, engine: Any, turn: Turns, called: float, run: Callable[[], Run]
-    ) -> Iterator[list[Any]]:
+    def _succeed(self, own: Any, engine: Any, turn: Turns, run: Callable[[], Run]) -> Iterator[list[Any]]:
         """What this process does once it reports and saves in place of another, as soon as that lets go of run_dir."""
         beside, stop = (*own.evaluation, *own.callbacks), own.on_snapshot_error == "stop"
         only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
         shows = own.progress, only, self, turn
-        observers: list[Any] = [] if run().closed else watching(*shows, stop=stop, called=called)
+        observers: list[Any] = [] if run().closed else watching(*shows, stop=stop)
         saves, again = False, 0.0
         while not saves:
             try:

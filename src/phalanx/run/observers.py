@@ -1,4 +1,4 @@
-"""Observers of a run for the user: a progress bar or lines on stderr, a limit of time, and the user's own callbacks.
+"""Observers of a run for the user: a progress bar or lines on stderr, and the user's own callbacks.
 
 Callbacks are plain functions, or objects with hooks and a state of their own.
 """
@@ -36,8 +36,6 @@ def watching(
     turn: Turns,
     *,
     stop: bool = False,
-    max_seconds: float | None = None,
-    called: float = 0.0,
 ) -> list[Observer]:
     """The observers that a user asked for; none where there is nothing to show and nobody to call.
 
@@ -52,15 +50,11 @@ def watching(
         The run's own, which is lent to others while callbacks run.
     stop : bool
         Whether callbacks of phalanx's own that cannot write end the run.
-    max_seconds : float or None
-        The run stops after a step at whose end so much time has passed since ``called``.
     """
     observers: list[Observer] = []
     if shows(progress):
         delay = 0.0 if progress is True else DELAY_SECONDS
         observers.append(ProgressBar(definition.total, delay) if terminal() else ProgressLines(definition))
-    if max_seconds is not None:
-        observers.append(TimeLimit(max_seconds, called))
     for name, callback in by_class(callbacks):  # snapshots have the states of objects by these names
         observers.append(Called(callback, name if is_object(callback) else "", turn, stop=stop))
     return observers
@@ -211,30 +205,6 @@ def say_resumed(run: Any, total: int | None) -> None:
         where = run.run_dir if near.startswith(os.pardir) else near
         anew = f"{where} has no snapshot of a later step than 0: beginning anew"
         say(f"going on from step {run.resumed_from} of {where}" if run.resumed_from else anew)
-
-
-class TimeLimit(Observer):
-    """Stops the run after the first step at whose end the time is over. At least one step is done.
-
-    Parameters
-    ----------
-    seconds : float
-    called : float
-        When they began, on the clock of ``time.perf_counter``.
-    """
-
-    def __init__(self, seconds: float, called: float) -> None:
-        self._seconds, self._called = seconds, called
-        self._run: Any = None
-
-    def begin(self, engine: Engine, run: Any = None) -> None:
-        """Take the run that is to be stopped."""
-        self._run = run
-
-    def step(self, report: StepReport) -> None:
-        """Stop the run if the time is over, and nobody has stopped it."""
-        if time.perf_counter() - self._called >= self._seconds and not self._run.stopped:
-            self._run.stop(f"max_seconds={self._seconds:.10g}")
 
 
 class ProgressLines(Observer):

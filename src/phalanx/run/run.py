@@ -41,6 +41,7 @@ class Run:
         called: float,
         predictor: Callable[..., Any] | None = None,
         kept_in: pathlib.Path | None = None,
+        max_seconds: float | None = None,
     ) -> None:
         self._definition = definition
         self._engine = engine
@@ -50,6 +51,7 @@ class Run:
         self._looked = False
         self._given = weakref.WeakSet[Any]()  # what the caller looks at, and may change; engines keep it
         self._times, self._predictor = (called, time.perf_counter()), predictor
+        self._max_seconds = max_seconds  # since ``called``, until the run stops
         self.kept_in = kept_in  # run_dir, in processes that do not write to it, too
         self._watched = True  # whether the caller may look at the state after each step
         self.turn, self.metric_history = turn, engine.run_state.evaluated
@@ -393,6 +395,8 @@ class Run:
                 report = self._loop.advance(batch, watched=self._watched)
             except (LeftError, PeersLostError) as error:
                 raise self._preempted() if self._terminated else error from None
+            if self._max_seconds is not None and time.perf_counter() - self._times[0] >= self._max_seconds:
+                self.stop(self._engine.run_state.stopped_by or f"max_seconds={self._max_seconds:.10g}")
             if self._terminated and self._engine.pause():
                 raise self._preempted()
         return report
