@@ -152,12 +152,12 @@ class Result:
         write_file(path, weights_of(self.model, self.params, (self.averaged or {}) if averaged else {}))
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the loss of every step and, in charts below it, the evaluations.
+        """Draw the loss of every step and, in charts below it, the metrics that were evaluated.
 
         Parameters
         ----------
         ax : matplotlib.axes.Axes, optional
-            Where to draw; a new figure's axes by default.
+            Where to draw the loss alone; by default a new figure's.
 
         Returns
         -------
@@ -172,7 +172,7 @@ class Result:
         from phalanx.run.plots import plot_history
 
         title = f"{self.replicas} replicas, {self.steps} steps, digest {self.digest[:12]}"
-        return plot_history(self.loss_history, self.metric_history, self.steps_per_epoch, title, ax)
+        return plot_history(self.loss_history, self.metric_history, title, ax)
 
 
 def result_of(
