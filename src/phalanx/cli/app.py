@@ -354,34 +354,28 @@ def _spelled(one: Trial) -> str:
 def _report(name: str, result: Result, drawn: pathlib.Path | None, *, json_: bool) -> None:
     """Print what came out, the digest last."""
     done = result.steps - (result.resumed_from or 0)
-    per_epoch = result.seconds / done * result.steps_per_epoch if result.steps_per_epoch and done else None
-    metrics = {evaluated.name: _plain(evaluated.value) for evaluated in result.metric_history}
     facts: dict[str, Any] = {
+        "name": name,
+        "metrics": {evaluated.name: _plain(evaluated.value) for evaluated in result.metric_history},
+        "stopped_early": result.stopped_early,
         "best": None if result.best is None else str(result.best),
         "loss": _plain(result.loss),
-        "seconds per epoch": per_epoch,
+        "seconds_per_epoch": result.seconds / done * result.steps_per_epoch
+        if result.steps_per_epoch and done
+        else None,
         "steps": result.steps,
-        "resumed from step": result.resumed_from,
+        "resumed_from_step": result.resumed_from,
         "samples": result.samples,
         "replicas": result.replicas,
         "workers": result.workers,
-        "steps audited": result.audited or None,
+        "steps_audited": result.audited or None,
         "picture": None if drawn is None else str(drawn),
+        "chain": result.chain,
+        "digest": result.digest,
     }
-    ends = {"chain": result.chain, "digest": result.digest}
-    rows: list[list[Any]] = []
-    before = result.resumed_from == result.steps
-    if result.stopped_early is not None:
-        when = "; that was before, and nothing was done now" if before else ""
-        rows.append([f"phalanx: stopped early {result.stopped_early}{when}"])
-    elif before:
-        rows.append(["phalanx: all steps were done before; nothing was left to do"])
-    entries = {f"test {metric}": value for metric, value in metrics.items()} | facts
-    known = {key: value for key, value in entries.items() if value is not None}
-    rows += [[key, f"{value:.4f}" if isinstance(value, float) else value] for key, value in known.items()]
-    rows += [[f"{key:6} {value}"] for key, value in ends.items() if value is not None]
-    machines = {"name": name, "metrics": metrics, "stopped early": result.stopped_early} | facts | ends
-    show({key.replace(" ", "_"): value for key, value in machines.items()}, rows, json_=json_)
+    before = ["phalanx: this was done before; nothing was left to do"] if result.resumed_from == result.steps else []
+    picture = [] if drawn is None else [f"phalanx: the picture is {drawn}"]
+    show(facts, [[text] for text in (*before, *picture, str(result))], json_=json_)
 
 
 def _plain(value: float | None) -> float | str | None:

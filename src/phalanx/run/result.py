@@ -103,7 +103,7 @@ class Result:
         facts["seconds"] = f"{self.seconds:.4g}, and {self.startup_seconds:.4g} to start"
         facts["replicas"] = f"{self.replicas}, on {self.workers} worker{'s' * (self.workers != 1)}"
         facts["incidents"] = len(self.incidents) or None
-        facts |= {"digest": self.digest, "chain": self.chain}
+        facts |= {"audited": self.audited or None, "chain": self.chain, "digest": self.digest}
         known = {name: value for name, value in facts.items() if value is not None}
         width = max(map(len, known))
         return "\n".join(f"{name:{width}}  {value}" for name, value in known.items())
