@@ -220,7 +220,7 @@ def test_one_damaged_run_does_not_hide_the_others(pair):
     """The list of runs has both, and says of which the arguments are unknown."""
     one, other = pair("every")
     into_folder(other / RECORDS)
-    with pytest.warns(UserWarning, match=f"{other / RECORDS} cannot be read.*the arguments of b are not shown"):
+    with pytest.warns(UserWarning, match=f"{other / RECORDS} cannot be used.*the arguments of b are not shown"):
         assert [row["run"] for row in sweeps.rows_of(one.parent)] == ["a", "b"]
 
 

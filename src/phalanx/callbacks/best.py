@@ -23,7 +23,6 @@ LARGE = re.compile(r"acc|auc|f1|f_?score|precision|recall|r2|iou|dice|bleu|rouge
 SMALL = re.compile(r"loss|err|mse|mae|rmse|perplexity|ppl|nll|wer|cer|entropy", re.IGNORECASE)
 FOLDER = "best"
 STATE = {"metric": str, "kept": Each([float, int])}  # of SaveBest
-FILE = "{}-step-{:012d}.safetensors"  # of a metric
 
 
 class Better:
@@ -277,20 +276,20 @@ class SaveBest:
             return
         files.make_folder(self._folder)
         files.clear_away(self._folder)
-        ours, names = file_of(self._better.metric), {item.path for item in self.kept}
-        for path in self._folder.glob(ours):
-            if path not in names:
-                files.remove(path)
+        for path in set(self._folder.glob(file_of(self._better.metric, "[0-9]" * 12))) - {
+            one.path for one in self.kept
+        }:
+            files.remove(path)
         self._tidy = True
 
     def _file_of(self, steps: int) -> pathlib.Path | None:
         return None if self._folder is None else self._folder / file_of(self._better.metric, steps)
 
 
-def file_of(metric: str, steps: int | None = None) -> str:
-    """The name of a file of weights; without ``steps`` a pattern that all of the metric's files match."""
+def file_of(metric: str, steps: int | str) -> str:
+    """The name of a file of weights; ``steps`` may be a pattern of twelve digits."""
     name = re.sub(r"[^\w.-]", "-", metric)
-    return FILE.format(name, steps) if steps is not None else f"{name}-step-" + "[0-9]" * 12 + ".safetensors"
+    return f"{name}-step-{steps:0>12}.safetensors"
 
 
 def best_in(run: pathlib.Path, states: Mapping[str, Any]) -> tuple[int, pathlib.Path]:

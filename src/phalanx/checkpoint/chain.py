@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.files import Held
+from phalanx.checkpoint.files import MALFORMED, Held
 from phalanx.definition import checks
 from phalanx.errors import SnapshotError
 from phalanx.seams.records import StepReport
@@ -30,7 +30,6 @@ LINK = slice(10, 74)  # where a line has its link
 BROUGHT = "brought:"  # begins the hash of a batch that the caller brought
 MOST_HEADER, MOST_STEPS, MOST_WIDTH = 4096, 1 << 60, 1 << 26
 LINE, REPLICA = 320, 54  # bytes that a line takes at most, and each replica's loss and weight in it
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what odd JSON raises
 
 
 def line_after(previous: str, body: str, width: int) -> str:
@@ -193,10 +192,8 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
+        with files.used(path):
+            self._descriptor = files.opened(path, os.O_RDONLY)
         try:
             header = os.pread(self._descriptor, MOST_HEADER, 0).partition(b"\n")
             fields = json.loads(header[0])
@@ -301,13 +298,12 @@ def records(path: pathlib.Path, *kinds: str) -> Iterator[dict[str, Any]]:
     SnapshotError
         They cannot be read.
     """
-    try:
-        text = files.read(records_of(path))
-    except FileNotFoundError:
+    beside = records_of(path)
+    if not files.is_there(beside):
         return
-    except OSError as error:
-        raise SnapshotError(f"{records_of(path)} cannot be read: {error.strerror}") from error
-    for line in text.splitlines():
+    with files.used(beside):
+        lines = files.read(beside).splitlines()
+    for line in lines:
         with contextlib.suppress(*MALFORMED):
             record = json.loads(line)
             if record["kind"] in kinds and isinstance(record["step"], int):

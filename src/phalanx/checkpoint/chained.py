@@ -17,7 +17,7 @@ import weakref
 from typing import Any
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.chain import BROUGHT, CHAIN, MALFORMED, ChainFile, Links, body_of, missing, records
+from phalanx.checkpoint.chain import BROUGHT, CHAIN, ChainFile, Links, body_of, missing, records
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.saver import Pacing
 from phalanx.checkpoint.snapshot import tensors_of
@@ -188,7 +188,7 @@ class Behaviour:
             if links.first <= step < len(links):
                 self.link = links[step]
             elif links.first < step == len(links):
-                with contextlib.suppress(*MALFORMED):
+                with contextlib.suppress(*files.MALFORMED):
                     saved = json.loads(files.read(root / NEXT))
                     if (saved["step"], saved["link"]) == (step, links.root):
                         self.replica = dict(saved["replica"])

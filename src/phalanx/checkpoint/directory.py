@@ -327,8 +327,6 @@ def snapshot_folders(path: pathlib.Path) -> dict[int, pathlib.Path]:
     folder = path / SNAPSHOTS
     if folder.is_symlink():
         raise SnapshotError(f"{str(folder)!r} is a symbolic link, which is not followed; give the run that it leads to")
-    try:
+    with files.used(folder):
         snapshots = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
-    except OSError as error:
-        raise SnapshotError(f"{str(folder)!r} cannot be read: {error.strerror}") from error
     return {int(path.name.removeprefix("step-")): path for path in sorted(snapshots, reverse=True)}

@@ -26,6 +26,17 @@ from phalanx.surroundings import presence
 TEMPORARY = ".tmp-"
 MODE, FOLDER_MODE = 0o600, 0o700
 A_LINK = "it is a symbolic link"
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what odd JSON raises
+
+
+@contextlib.contextmanager
+def used(path: pathlib.Path) -> Iterator[None]:
+    """What goes wrong inside is an error that names the file."""
+    try:
+        yield
+    except (OSError, MemoryError, *MALFORMED) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise SnapshotError(f"{path} cannot be used: {why}") from error
 
 
 def opened(path: pathlib.Path, flags: int) -> int:

@@ -13,6 +13,7 @@ from phalanx.checkpoint import snapshot
 from phalanx.checkpoint.chain import CHAIN, Links
 from phalanx.checkpoint.chained import Behaviour, Chained, brought_as, fields_of
 from phalanx.checkpoint.directory import SNAPSHOTS, EventLog, RunDirectory, newest_of
+from phalanx.checkpoint.files import is_there
 from phalanx.checkpoint.named import fitted, loose_weights
 from phalanx.checkpoint.saver import LINK, LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
@@ -320,13 +321,9 @@ def load(path: Any) -> Loaded:
 
 def read_any(path: pathlib.Path) -> Snapshot:
     """The snapshot at ``path``, or the newest good one of the run there."""
-    try:
-        alone, whole = (path / snapshot.MANIFEST).exists(), (path / SNAPSHOTS).is_dir()
-    except OSError as error:
-        raise SnapshotError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    if alone:
+    if is_there(path / snapshot.MANIFEST):
         return snapshot.read(path)
-    if not whole:
+    if not is_there(path / SNAPSHOTS):
         raise SnapshotError(f"{str(path)!r} is no snapshot and no directory of a run; give one of these")
     earlier = newest_of(path)
     if earlier is None:

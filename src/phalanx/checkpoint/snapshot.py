@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint import files, tensors
 from phalanx.definition.plain import Each, check_like
-from phalanx.errors import SnapshotError
 from phalanx.seams.records import Tensor
 
 SCHEMA = 1
@@ -107,35 +105,25 @@ def read(folder: pathlib.Path) -> Snapshot:
     facts = facts_of(folder)
     hashes, parts = facts.pop("hashes"), dict[str, dict[str, Tensor]]()
     for name in (WEIGHTS, TRAINING):
-        with _used(folder / name):
+        with files.used(folder / name):
             parts[name] = tensors.read(memoryview(files.read(folder / name)), hashes[name])
     return Snapshot(weights=parts[WEIGHTS], training=parts[TRAINING], **facts)
 
 
 def facts_of(folder: pathlib.Path) -> dict[str, Any]:
     """What a snapshot says of itself, checked; of its tensors the hashes only. Raises as ``read`` does."""
-    with _used(folder):
+    with files.used(folder):
         if not files.is_folder(folder):
             raise ValueError("it is no folder" if folder.exists() else "there is no such folder")
-    with _used(folder / MANIFEST):
+    with files.used(folder / MANIFEST):
         seal = _object(files.read(folder / MANIFEST), {"schema": object, FACTS: str})
         if seal["schema"] != SCHEMA:
             raise ValueError(f"it is of version {seal['schema']!r}, and this phalanx reads version {SCHEMA}")
-    with _used(folder / FACTS):
+    with files.used(folder / FACTS):
         text = files.read(folder / FACTS)
         if hashlib.sha256(text).hexdigest() != seal[FACTS]:
             raise ValueError("it is damaged: its checksum differs")
         return _object(text, FIELDS)
-
-
-@contextlib.contextmanager
-def _used(path: pathlib.Path) -> Iterator[None]:
-    """What goes wrong inside is an error that names the file."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise SnapshotError(f"{path} cannot be used: {why}") from error
 
 
 def _object(text: bytes, fields: dict[str, Any]) -> dict[str, Any]:

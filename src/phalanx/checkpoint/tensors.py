@@ -127,7 +127,7 @@ def unpacked(data: bytes) -> tuple[Captured, dict[str, Any]]:
             for prefix in PARTS
         )
         return Captured(weights, training, message["facts"]), message["more"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except files.MALFORMED as error:
         raise SnapshotError(f"the state that another process sent cannot be used: {error}") from error
 
 
@@ -199,10 +199,8 @@ def read_tree(path: pathlib.Path, rest: Any) -> Any:
         array = arrays[name]
         return np.frombuffer(bytearray(array.content), np.dtype(array.dtype)).reshape(array.shape)
 
-    try:
+    with files.used(path):
         return decoded(rest, find, TREE)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SnapshotError(f"{path} cannot be used: {error}") from error
 
 
 def _keeper(taken: dict[str, Tensor]) -> Callable[[Any, str], str | None]:
@@ -226,10 +224,8 @@ def read_file(path: pathlib.Path) -> dict[str, Tensor]:
     SnapshotError
         It cannot be read, or is damaged.
     """
-    try:
+    with files.used(path):
         return read(memoryview(files.read(path)), None)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise SnapshotError(f"{path} cannot be used: {error}") from error
 
 
 def read_weights(path: pathlib.Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from phalanx.checkpoint.chain import body_of, line_after
 from phalanx.checkpoint.chained import fields_of, retrained_in
+from phalanx.checkpoint.files import MALFORMED
 from phalanx.checkpoint.files import read as read_file
 from phalanx.checkpoint.resume import losses_in, read_any
 from phalanx.definition import checks
@@ -290,7 +291,7 @@ def claim_of(path: pathlib.Path) -> dict[str, Any]:
         claim: dict[str, Any] = json.loads(read_file(path.resolve()))
         if claim["certificate"] != FORMAT or set(claim) < FIELDS or not isinstance(claim["steps"], int):
             raise ValueError("it lacks fields")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, *MALFORMED) as error:
         raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
     return claim
 
