@@ -17,12 +17,13 @@ from typing import Any
 
 from phalanx.callbacks.best import Better
 from phalanx.checkpoint import files
-from phalanx.checkpoint.directory import SNAPSHOTS, newest_of
+from phalanx.checkpoint.chain import CHAIN, records
 from phalanx.definition import checks
 from phalanx.definition.evaluation import meant
 from phalanx.definition.plain import distinct_names
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.proof.replay import events
+from phalanx.proof.sides import section
 from phalanx.run.plots import RATE, plot_runs, svg
 
 LAST = "last "
@@ -49,10 +50,10 @@ class History:
         The line of each step.
     events : list of dict
         All other lines.
-    recipe, facts : dict
-        Fields and environment, of the newest snapshot.
+    recipe, facts, arguments : dict
+        Fields, environment, and arguments of the function that returned the recipe, as the run noted them last.
     saved_by : tuple of str
-        The metric and the mode of the first ``SaveBest``, of the newest snapshot; ("", "auto") without one.
+        The metric and the mode of the first ``SaveBest``; ("", "auto") without one.
     """
 
     name: str
@@ -60,6 +61,7 @@ class History:
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     recipe: dict[str, Any] = field(default_factory=dict[str, Any])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
     saved_by: tuple[str, str] = ("", "auto")
 
     @functools.cached_property
@@ -173,16 +175,15 @@ def read(path: pathlib.Path) -> History:
         if line.get("event") in ("start", "resume"):
             history.steps = {step: kept for step, kept in history.steps.items() if step < line["step"]}
         history.events.append(line)
-    newest = None
+    run: dict[str, Any] = {}
     try:
-        newest = newest_of(path) if files.is_there(path / SNAPSHOTS) else None
+        *_, run = run, *records(path / CHAIN, "run")
     except SnapshotError as error:
-        checks.warn(f"{error}; the recipe and the environment of {history.name} are not shown")
-    if newest is not None:
-        history.recipe = _fields(newest.noted("values"))
-        history.facts = newest.environment
-        metric, mode = (str(newest.noted("beside").get(f"SaveBest.{name}", "")) for name in ("metric", "mode"))
-        history.saved_by = metric.strip("'"), mode.strip("'") or "auto"
+        checks.warn(f"{error}; arguments, recipe and environment of {history.name} are not shown")
+    recipe, history.arguments, history.facts = (section(run, name) for name in ("recipe", "arguments", "environment"))
+    history.recipe, beside = _fields(section(recipe, "values")), section(recipe, "beside")
+    metric, mode = (str(beside.get(f"SaveBest.{name}", "")) for name in ("metric", "mode"))
+    history.saved_by = metric.strip("'"), mode.strip("'") or "auto"
     return history
 
 

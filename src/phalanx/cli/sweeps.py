@@ -6,11 +6,9 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phalanx.checkpoint.chain import CHAIN, records
 from phalanx.checkpoint.directory import LOG, at_work
 from phalanx.cli.pages import LOSS, History, best_of, read, spelled
-from phalanx.definition import checks
-from phalanx.errors import SnapshotError, UsageError
+from phalanx.errors import UsageError
 
 
 def rows_of(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -54,15 +52,10 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 
 def _row(name: str, path: pathlib.Path, history: History) -> dict[str, Any]:
-    recorded: list[Any] = []
-    try:
-        recorded += [record.get("arguments") for record in records(path / CHAIN, "run")]
-    except SnapshotError as error:
-        checks.warn(f"{error}; the arguments of {name} are not shown")
     last = history.last()
     return {
         "run": name,
-        "arguments": recorded[-1] if recorded and isinstance(recorded[-1], dict) else {},
+        "arguments": history.arguments,
         "steps": max(history.steps, default=-1) + 1,
         "loss": last.pop(LOSS, None),
         "metrics": last,

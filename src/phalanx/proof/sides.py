@@ -140,17 +140,17 @@ def _folder(path: pathlib.Path, recipe: Definition | None) -> Side:
 def _chain(run: Side, path: pathlib.Path) -> Side:
     run.links = links = Links(path)
     for record in records(path, "run"):
-        run.run = record | {name: _object(record, name) for name in ("recipe", "environment")}
+        run.run = record | {name: section(record, name) for name in ("recipe", "environment")}
     for record in records(path, "state"):
         step = record["step"]
         with contextlib.suppress(PhalanxError, KeyError):  # steps may have been done again since, and differently
             begun = step == links.first <= len(links)
             if begun or (links.first < step <= len(links) and links.before(step) == record["link"]):
-                run.states[step] = _object(record, "leaves")
+                run.states[step] = section(record, "leaves")
     return run
 
 
-def _object(facts: dict[str, Any], name: str) -> dict[str, Any]:
+def section(facts: dict[str, Any], name: str) -> dict[str, Any]:
     """A dict in what a file says, which may be anything; empty if there is no such dict."""
     value = facts.get(name)
     return value if isinstance(value, dict) else {}
