@@ -124,7 +124,7 @@ class Recipe(Definition):
         @functools.wraps(Definition.__init__)
         def __init__(self, *arguments: object, **fields: object) -> None:
             if wrong := [name for name in fields if name not in FIELDS]:
-                raise UsageError(unknown(wrong[0], FIELDS, DEFAULTS))
+                raise UsageError(unknown(wrong[0], FIELDS | set(DEFAULTS), DEFAULTS))
             super().__init__(*arguments, **fields)
             if self.batch_sampler is None:
                 checks.shares(self.global_batch, self.replicas, self.micro_batches)
@@ -293,8 +293,7 @@ class Recipe(Definition):
         with contextlib.ExitStack() as undo:
             world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, audit, undo)
             own, settled = settled, _of_this_process(settled, world)
-            beside, keep = (*settled.evaluation, *settled.callbacks), settled.keep_snapshots
-            past = ResumeState(self, settled.run_dir, settled.resume, keep, settled.warm_start, beside)
+            past = ResumeState(self, settled)
             undo.callback(past.close)
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
@@ -304,14 +303,14 @@ class Recipe(Definition):
             )  # fmt: skip
             undo.callback(engine.close)
             past.check(engine)
-            turn, stop, anyway = Turns(), settled.on_snapshot_error == "stop", settled.resume == ANYWAY
-            keeping = past.observers(settled.snapshot_every, stop=stop, chain=settled.chain)
-            shows = settled.progress, settled.callbacks, self, turn
-            observers = [*watching(*shows, stop=stop), *keeping]
+            turn, keeping = Turns(), past.observers()
+            observers = [*watching(settled, settled.callbacks, self, turn), *keeping]
             bar = functools.partial(shown, unit="sample", progress=settled.progress)  # while a stream is read again
             if self.stream and settled.readers:
                 checks.warn(AHEAD.format(settled.readers))
-            supply = self.stream and supplied(self, engine.run_state, engine.reading, bar, anyway=anyway)
+            supply = self.stream and supplied(
+                self, engine.run_state, engine.reading, bar, anyway=settled.resume == ANYWAY
+            )
             undo.callback(supply.close if supply else bool)
             facts = self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting
             later = self._succeed(own, engine, turn, lambda: run)
@@ -326,16 +325,15 @@ class Recipe(Definition):
 
     def _succeed(self, own: Any, engine: Any, turn: Turns, run: Callable[[], Run]) -> Iterator[list[Any]]:
         """What this process does once it reports and saves in place of another, as soon as that lets go of run_dir."""
-        beside, stop = (*own.evaluation, *own.callbacks), own.on_snapshot_error == "stop"
+        options = SimpleNamespace(**vars(own) | {"resume": True, "warm_start": None})
         only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
-        shows = own.progress, only, self, turn
-        observers: list[Any] = [] if run().closed else watching(*shows, stop=stop)
+        observers: list[Any] = [] if run().closed else watching(options, only, self, turn)
         saves, again = False, 0.0
         while not saves:
             try:
-                past = ResumeState(self, own.run_dir, True, own.keep_snapshots, None, beside)
+                past = ResumeState(self, options)
                 past.take_over(engine)
-                keeping = past.observers(own.snapshot_every, stop=stop, chain=own.chain)
+                keeping = past.observers()
                 observers += keeping
                 run().save_by(keeping[-1] if keeping else None)
                 saves = True
@@ -394,6 +392,4 @@ def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> 
     """
     options = {name: value for name, value in arguments.items() if name in DEFAULTS}
     fields = {name: value for name, value in arguments.items() if name not in options}
-    if wrong := [name for name in fields if name not in FIELDS]:
-        raise UsageError(unknown(wrong[0], FIELDS | set(DEFAULTS)))
     return Recipe(make_model, data, loss_fn, **fields).train(**options)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Who looks on at a run: told in one order, waited for no longer than each says, and ended whatever another raises."""
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from phalanx.seams.records import RunState
 from phalanx.surroundings.turns import Turns
 
 STEPS, PER_EPOCH = 10, 4
+QUIET = SimpleNamespace(progress=False, on_snapshot_error="continue")
 
 
 class Engine:
@@ -77,7 +79,7 @@ def test_without_observers_an_engine_may_run_to_the_end():
     loop.advance(None, watched=True)
     loop.advance((1, 2), watched=False)
     assert engine.horizons == [STEPS, 2, 3]
-    assert watching(False, (), STEPS, Turns()) == []
+    assert watching(QUIET, (), STEPS, Turns()) == []
 
 
 def test_the_nearest_horizon_counts():
@@ -87,7 +89,7 @@ def test_the_nearest_horizon_counts():
     loop.advance(None, watched=False)
     evaluated, other = loop_of(Witness("far", seen), evaluation=True)
     evaluated.advance(None, watched=False)
-    called, third = loop_of(*watching(False, [print], STEPS, Turns()), evaluation=True)
+    called, third = loop_of(*watching(QUIET, [print], STEPS, Turns()), evaluation=True)
     assert engine.horizons == [3]
     assert other.horizons == [PER_EPOCH]
     assert (loop.runs_user_code, called.runs_user_code) == (False, True)

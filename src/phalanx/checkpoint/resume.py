@@ -7,6 +7,7 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from phalanx.checkpoint import snapshot
@@ -38,13 +39,8 @@ class ResumeState:
     Parameters
     ----------
     definition : Definition
-    run_dir : path or None
-    resume : bool or "anyway"
-    keep : int
-        How many snapshots stay in ``run_dir``.
-    warm_start : path, dict of tensors, or None
-    beside : sequence
-        Evaluations and callbacks; if their options differ, there is only a warning.
+    options : namespace
+        Those of ``Recipe.train``, settled. If evaluations and callbacks differ, there is only a warning.
 
     Raises
     ------
@@ -54,17 +50,10 @@ class ResumeState:
         All of its snapshots are damaged, or that of ``warm_start`` is.
     """
 
-    def __init__(
-        self,
-        definition: Definition,
-        run_dir: pathlib.Path | None,
-        resume: bool | str,
-        keep: int,
-        warm_start: Any,
-        beside: Sequence[Any] = (),
-    ) -> None:
-        self._resume = resume
+    def __init__(self, definition: Definition, options: SimpleNamespace) -> None:
+        self._options = options
         self._definition = definition
+        run_dir, beside = options.run_dir, (*options.evaluation, *options.callbacks)
         self._recipe = described(definition) if run_dir is not None else {}
         self._recipe["beside"] = _spelled(beside)
         decays = [(getattr(each, "decay_of_workers", None), type(each).__name__) for each in beside]
@@ -79,12 +68,12 @@ class ResumeState:
         self._weights: Mapping[str, Tensor] | None = None
         try:
             if run_dir is not None:
-                self._directory = RunDirectory(run_dir, keep)
+                self._directory = RunDirectory(run_dir, options.keep_snapshots)
                 self._earlier = newest_of(self._directory.root)
                 self._check_wanted(self._directory, run_dir)
-            if warm_start is not None and self._earlier is None:
-                loose = loose_weights(warm_start)
-                self._weights = read_any(warm_start).weights if loose is None else loose
+            if options.warm_start is not None and self._earlier is None:
+                loose = loose_weights(options.warm_start)
+                self._weights = read_any(options.warm_start).weights if loose is None else loose
         except BaseException:
             self.close()
             raise
@@ -106,21 +95,13 @@ class ResumeState:
         if self._weights is not None:
             with framework.environment:
                 framework.adopt(Captured(fitted(self._weights, framework.capture(copy=False)), {}, {}))
-        rounds = self._definition.rounds
+        facts = {"gradients": self._gradients, "averaging": self._averaging, "made": self._recipe.get("made")}
         if earlier is None:
-            facts = {"gradients": self._gradients, "averaging": self._averaging, "made": self._recipe.get("made")}
-            return RunState(rounds=rounds, **facts)
-        with taking_over("the state"), framework.environment:
-            framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
+            return RunState(rounds=self._definition.rounds, **facts)
         with taking_over("what was evaluated"):
             metrics = [Evaluated(steps, float(value), name) for steps, value, name in earlier.metrics]
-        states = states_in(earlier.facts, earlier.training)
-        losses = losses_in(earlier, rounds.updates(earlier.step))
-        return RunState(
-            losses, earlier.samples, resumed_from=earlier.step, evaluated=metrics, callbacks=states, rounds=rounds,
-            chain=link_of(earlier),
-            gradients=self._gradients, averaging=self._averaging, made=self._recipe.get("made"),
-        )  # fmt: skip
+        facts |= {"resumed_from": earlier.step, "evaluated": metrics, "chain": link_of(earlier)}
+        return taken_over(framework, earlier, self._definition, **facts)
 
     def take_over(self, engine: Engine) -> None:
         """Keep the directory from here on, in place of a process that fell."""
@@ -159,15 +140,14 @@ class ResumeState:
         else:
             self._settle(self._behaviour.of_step(fields))
 
-    def observers(
-        self, every: int | None, *, stop: bool, chain: int | None = None
-    ) -> tuple[EventLog, Chained, Saver] | tuple[()]:
+    def observers(self) -> tuple[EventLog, Chained, Saver] | tuple[()]:
         """The observers that record the run, in their order; none without a directory."""
         if self._directory is None:
             return ()
         log = EventLog(self._directory, self._differs, self._definition.total)
-        chained = Chained(self._directory, self._definition, chain, self._recipe)
-        return log, chained, Saver(self._directory, every, stop=stop, recipe=self._recipe)
+        chained = Chained(self._directory, self._definition, self._options.chain, self._recipe)
+        stop = self._options.on_snapshot_error == "stop"
+        return log, chained, Saver(self._directory, self._options.snapshot_every, stop=stop, recipe=self._recipe)
 
     def close(self) -> None:
         """Let go of the directory, as there will be no run."""
@@ -175,9 +155,9 @@ class ResumeState:
             self._directory.close()
 
     def _check_wanted(self, directory: RunDirectory, run_dir: pathlib.Path) -> None:
-        if self._earlier is not None and self._resume is True:
+        if self._earlier is not None and self._options.resume is True:
             directory.check_own(self._earlier.step)
-        if self._earlier is not None and not self._resume:
+        if self._earlier is not None and not self._options.resume:
             raise UsageError(
                 f"run_dir is {str(run_dir)!r}, which has a run of {self._earlier.step} steps, and resume is False; "
                 "choose another directory, or go on from there with resume=True"
@@ -210,7 +190,7 @@ class ResumeState:
             raise SnapshotError(f"the snapshot of step {earlier.step} cannot be used: {error}") from error
         known = Behaviour(directory.root, earlier.step)
         differs = comparison.differs + comparison.hints
-        if differs and self._resume != ANYWAY and earlier.step == 0 and known.link is None:
+        if differs and self._options.resume != ANYWAY and earlier.step == 0 and known.link is None:
             why = "; ".join(differs)
             checks.warn(f"run_dir has a run of another recipe that did no step, so this one begins anew there: {why}")
             self._earlier = None
@@ -248,7 +228,7 @@ class ResumeState:
         assert self._directory is not None, "there is a snapshot"
         differs, self._hints = [*differs, *self._hints], []
         why = "; ".join(differs)
-        if self._resume != ANYWAY:
+        if self._options.resume != ANYWAY:
             self._directory.close()
             raise UsageError(
                 f"run_dir has snapshots of another recipe: {why}. Use that recipe, choose another run_dir, or go on "
@@ -329,6 +309,15 @@ def read_any(path: pathlib.Path) -> Snapshot:
     if earlier is None:
         raise SnapshotError(f"{str(path)!r} has no snapshot")
     return earlier
+
+
+def taken_over(framework: Framework, earlier: Snapshot, definition: Definition, **facts: Any) -> RunState:
+    """Give ``framework`` the state of a snapshot; returns what had been done, with other ``facts`` of it."""
+    with taking_over("the state"), framework.environment:
+        framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
+    states, rounds = states_in(earlier.facts, earlier.training), definition.rounds
+    losses = losses_in(earlier, rounds.updates(earlier.step))
+    return RunState(losses, earlier.samples, callbacks=states, rounds=rounds, **facts)
 
 
 def link_of(earlier: Snapshot) -> str | None:

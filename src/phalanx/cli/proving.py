@@ -64,7 +64,7 @@ def diff(
     """
     difference = compare(a, b, recipes=(_recipe_of(a), _recipe_of(b)), operations=ops)
     facts = {} if difference is None else {**dataclasses.asdict(difference), "text": str(difference)}
-    typer.echo(json.dumps({"same": difference is None, **facts}) if json_ else str(difference or "the same"))
+    show({"same": difference is None, **facts}, [[difference or "the same"]], json_=json_)
     if difference is not None:
         raise typer.Exit(1)
 
@@ -175,7 +175,7 @@ def certify_run(
 
 
 def _end(verified: Verified, *, json_: bool) -> None:
-    typer.echo(json.dumps(dataclasses.asdict(verified)) if json_ else verified.text)
+    show(dataclasses.asdict(verified), [[verified.text]], json_=json_)
     if verified.status:
         raise typer.Exit(verified.status)
 

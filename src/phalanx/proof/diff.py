@@ -210,8 +210,8 @@ def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
     """How much a tensor differs, where both states are there."""
     with contextlib.suppress(SnapshotError, KeyError):  # their hashes differ all the same
         left, right = ({leaf: side.tensors(state)[leaf]} for side in (one, other))
-        return unequal(left, right) or Unequal(leaf, None, None)
-    return Unequal(leaf, None, None)
+        return unequal(left, right) or Unequal(leaf)
+    return Unequal(leaf)
 
 
 class ComputedValue(NamedTuple):
@@ -220,7 +220,7 @@ class ComputedValue(NamedTuple):
     phase: str
     name: str
     values: dict[str, Tensor]
-    line: str
+    line: str = ""
 
 
 def first_difference(one: Instant, other: Instant, last: int, *, operations: bool = False) -> Difference | None:
@@ -240,7 +240,7 @@ def first_difference(one: Instant, other: Instant, last: int, *, operations: boo
         other.put(before[1], update)
         first = _within_replicas(one, other, operations)
         first = first or _first(one.step, None, *map(_after_replicas, (one, other), reports, after))
-        return replace(first or _at(one.step, None, "update", Unequal("lr", None, None)), part=one.phase)
+        return replace(first or _at(one.step, None, "update", Unequal("lr")), part=one.phase)
     return None
 
 
@@ -260,7 +260,7 @@ def _same(one: StepReport, other: StepReport) -> bool:
 def _within_replicas(one: Instant, other: Instant, operations: bool) -> Difference | None:
     """The first replica that computes something else, and the first value that differs."""
     for replica, shares in enumerate(zip(one.shares(), other.shares(), strict=False)):
-        dealt = [[ComputedValue("samples", "samples", {"samples": taken(share.samples)}, "")] for share in shares]
+        dealt = [[ComputedValue("samples", "samples", {"samples": taken(share.samples)})] for share in shares]
         difference = _first(one.step, replica, *dealt)
         if difference is None and len(shares[0].samples):
             difference = _first(one.step, replica, computed(one, replica), computed(other, replica))
@@ -280,7 +280,7 @@ def _first(
         if (left.phase, left.name) != (right.phase, right.name):
             name = f"{left.name or left.phase} against {right.name or right.phase}"
             lines = " against ".join(dict.fromkeys(line for line in (left.line, right.line) if line))
-            return _at(step, replica, left.phase, Unequal(name, None, None), lines)
+            return _at(step, replica, left.phase, Unequal(name), lines)
         mismatch = unequal(left.values, right.values)
         if mismatch is not None:
             return _at(step, replica, left.phase, mismatch, left.line)
@@ -303,18 +303,18 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
             records.append(ComputedValue(stage, name, flat(value[0], name), line))
         else:
             root = name or {"output": "output", "module": "model"}.get(kind, "batch")
-            records.append(ComputedValue("batch" if kind == "batch" else "forward", name, flat(value, root), ""))
+            records.append(ComputedValue("batch" if kind == "batch" else "forward", name, flat(value, root)))
 
     try:
         done = instant.replica(replica, Watch(tell, operations=operations))
     except PhalanxError as error:
         cause = error.__cause__ or error
         text = f"{type(cause).__name__}: {cause}"
-        return [*records, ComputedValue("forward", "exception", {"exception": taken(text)}, "")]
-    records.append(ComputedValue("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss"), ""))
+        return [*records, ComputedValue("forward", "exception", {"exception": taken(text)})]
+    records.append(ComputedValue("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss")))
     gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}
-    records += [ComputedValue("gradient", name, {name: value}, "") for name, value in gradients.items()]
-    return records + [ComputedValue("buffer", name, {name: value}, "") for name, value in buffers.items()]
+    records += [ComputedValue("gradient", name, {name: value}) for name, value in gradients.items()]
+    return records + [ComputedValue("buffer", name, {name: value}) for name, value in buffers.items()]
 
 
 def _after_replicas(instant: Instant, report: StepReport, after: Captured) -> list[ComputedValue]:
@@ -324,7 +324,7 @@ def _after_replicas(instant: Instant, report: StepReport, after: Captured) -> li
     updated = {name: state[name] for name in state if name in instant.parameters or name.startswith("optimizer")}
     buffers = {name: state[name] for name in state if name not in updated}
     groups = {"fold": mean, "norm": {"norm": taken(report.grad_norm)}, "update": updated, "buffer": buffers}
-    return [ComputedValue(phase, phase, values, "") for phase, values in groups.items()]
+    return [ComputedValue(phase, phase, values) for phase, values in groups.items()]
 
 
 def _stack() -> list[tuple[str, int]]:

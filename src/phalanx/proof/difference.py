@@ -38,8 +38,8 @@ class Unequal(NamedTuple):
     """
 
     name: str
-    elements: int | None
-    ulp: int | None
+    elements: int | None = None
+    ulp: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ def unequal(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, common: b
         left, right = one.get(name), other.get(name)
         if left is None or right is None:
             if not common:
-                return Unequal(name, None, None)
+                return Unequal(name)
         elif (left.dtype, left.shape) != (right.dtype, right.shape):
-            return Unequal(name, None, None)
+            return Unequal(name)
         elif bytes(left.content) != bytes(right.content):
             return Unequal(name, *_distance(left, right))
     return None

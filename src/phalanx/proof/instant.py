@@ -14,9 +14,8 @@ from typing import Any
 from phalanx.checkpoint.chained import brought_as, leaves_now, retrained_in
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
 from phalanx.checkpoint.files import is_there
-from phalanx.checkpoint.resume import losses_in
+from phalanx.checkpoint.resume import taken_over
 from phalanx.checkpoint.snapshot import MANIFEST, Snapshot, read
-from phalanx.checkpoint.tensors import states_in
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
@@ -232,13 +231,9 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
     def _beginning(self, begin: Snapshot | None) -> Callable[[Framework], RunState]:
         def adopted(framework: Framework) -> RunState:
             self._opened.append(framework)
-            rounds = self.definition.rounds
             if begin is None:
-                return RunState(list(self._losses), rounds=rounds)
-            with framework.environment:
-                framework.adopt(Captured(dict(begin.weights), dict(begin.training), begin.facts))
-            losses, states = losses_in(begin, rounds.updates(begin.step)), states_in(begin.facts, begin.training)
-            return RunState(losses, begin.samples, callbacks=states, rounds=rounds)
+                return RunState(list(self._losses), rounds=self.definition.rounds)
+            return taken_over(framework, begin, self.definition)
 
         return adopted
 

@@ -10,6 +10,7 @@ import datetime
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from phalanx.definition import checks
@@ -29,32 +30,25 @@ HOOKS = ("begin", "step", "evaluated", "end", "state", "load")
 LEFT = ("averaged", "best")  # attributes that results have, too
 
 
-def watching(
-    progress: bool | str,
-    callbacks: Sequence[Any],
-    definition: Definition,
-    turn: Turns,
-    *,
-    stop: bool = False,
-) -> list[Observer]:
+def watching(options: SimpleNamespace, callbacks: Sequence[Any], definition: Definition, turn: Turns) -> list[Observer]:
     """The observers that a user asked for; none where there is nothing to show and nobody to call.
 
     Parameters
     ----------
-    progress : bool or "auto"
-        "auto": show a bar if stderr is a terminal, once the run takes longer than half a second. True: a bar at once,
-        or plain lines if stderr is no terminal.
+    options : namespace
+        Those of ``Recipe.train``, settled. With ``progress="auto"`` a bar is shown if stderr is a terminal, once the
+        run takes longer than half a second; with True a bar at once, or plain lines if stderr is no terminal.
+        ``on_snapshot_error`` says whether callbacks of phalanx's own that cannot write end the run.
     callbacks : sequence of callables and objects with hooks
     definition : Definition
     turn : Turns
         The run's own, which is lent to others while callbacks run.
-    stop : bool
-        Whether callbacks of phalanx's own that cannot write end the run.
     """
     observers: list[Observer] = []
-    if shows(progress):
-        delay = 0.0 if progress is True else DELAY_SECONDS
+    if shows(options.progress):
+        delay = 0.0 if options.progress is True else DELAY_SECONDS
         observers.append(ProgressBar(definition.total, delay) if terminal() else ProgressLines(definition))
+    stop = options.on_snapshot_error == "stop"
     for name, callback in by_class(callbacks):  # snapshots have the states of objects by these names
         observers.append(Called(callback, name if is_object(callback) else "", turn, stop=stop))
     return observers
@@ -121,7 +115,7 @@ class Called(Observer):
 
     runs_user_code = True
 
-    def __init__(self, callback: Any, name: str, turn: Turns, *, stop: bool = False) -> None:
+    def __init__(self, callback: Any, name: str, turn: Turns, *, stop: bool) -> None:
         self.callback, self._name, self._turn, self._stop = callback, name, turn, stop
         self._run: Any = None
         self._idle = False

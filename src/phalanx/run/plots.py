@@ -60,11 +60,12 @@ def plot_runs(
         _chart(ax, key, names, [one.get(key, ()) for one in curves], marks)
     if keys and len(names) > 1:
         _legend(charts[0], pad=1.12, beside=beside)
-    return charts[0].get_figure(root=True)
+    figure: Any = charts[0].figure
+    return figure
 
 
 def _chart(
-    ax: Axes,
+    ax: Any,
     key: str,
     names: Sequence[str],
     curves: Sequence[Sequence[tuple[float, float]]],
