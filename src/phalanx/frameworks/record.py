@@ -159,19 +159,39 @@ class Record:
         return {name: stored(np.asarray(instead.get(name, value))) for name, value in params.items()}
 
 
-def adapter(framework: str, packages: str) -> Any:
-    """The adapter of an optional framework in this package; ``packages``: what it needs.
+class OptionalRecord(Record):
+    """A framework in this package that may not be installed: its adapter is imported when it is needed.
 
-    Raises
-    ------
-    UsageError
-        They are not installed.
+    Attributes
+    ----------
+    packages : str
+        What it needs, in words.
     """
-    try:
-        return importlib.import_module(f"phalanx.frameworks.{framework}.adapter")
-    except ImportError as error:
-        way = f"install it: pip install 'phalanx[{framework}]'"
-        raise UsageError(f"this needs {packages} ({error}); {way}") from error
+
+    packages: ClassVar[str]
+
+    @property
+    def adapter(self) -> Any:
+        """The module.
+
+        Raises
+        ------
+        UsageError
+            What it needs is not installed.
+        """
+        try:
+            return importlib.import_module(f"phalanx.frameworks.{self.name}.adapter")
+        except ImportError as error:
+            way = f"install it: pip install 'phalanx[{self.name}]'"
+            raise UsageError(f"this needs {self.packages} ({error}); {way}") from error
+
+    def available(self) -> list[tuple[str, str, str]]:
+        """The devices that it can use here, and what others need."""
+        return self.adapter.available()
+
+    def entries(self, model: Any, optimizer: Any, state: Any) -> Iterable[Entry]:
+        """Entries of the parameters, and of what the optimizer keeps."""
+        return self.adapter.state_of(model, optimizer, state).entries()
 
 
 class Unshared:

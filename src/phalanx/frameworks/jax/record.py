@@ -5,24 +5,24 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from phalanx.definition import generators
-from phalanx.definition.digest import Entry
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.record import Collate, Made, Record, adapter
+from phalanx.frameworks.record import Collate, Made, OptionalRecord
 from phalanx.seams import Framework
 from phalanx.seams.records import Tensor
 from phalanx.surroundings.turns import Reentrant
 
 
-class JaxRecord(Record):
+class JaxRecord(OptionalRecord):
     """jax as the registry knows it."""
 
     name = module = "jax"
+    packages = "jax and optax"
     returns = "a tree of jax arrays (jnp.asarray makes them; nnx.split, eqx.filter find a module's)"
     argument = "key"
     thread_variables = "PJRT_NPROC", "NPROC"  # what XLA's CPU client asks for before it counts processors
@@ -40,11 +40,11 @@ class JaxRecord(Record):
                 "version; use one process for all of them, or leave devices out"
             )
         devices = made.devices or (["cpu"] if made.processes > 1 else [])
-        return _adapter().Jax(made.definition, devices, made.model)
+        return self.adapter.Jax(made.definition, devices, made.model)
 
     def factory(self, make_model: Callable[..., Any], seed: int) -> Callable[[], Any]:
         """With a key for its random numbers."""
-        _adapter()
+        _ = self.adapter
         from phalanx.frameworks.jax.state import prng_key, words
 
         return functools.partial(make_model, key=prng_key(words(seed)))
@@ -79,22 +79,10 @@ class JaxRecord(Record):
         """Workers may read a cache entry while another writes it; in a folder of the user's they do warn."""
         return () if "JAX_COMPILATION_CACHE_DIR" in os.environ else ("Error reading persistent compilation cache",)
 
-    def available(self) -> list[tuple[str, str, str]]:
-        """The devices of its installed backends."""
-        return _adapter().available()
-
-    def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
-        """Entries of a tree of parameters, and of an optimizer's state."""
-        return _adapter().state_of(model, optimizer, state).entries()
-
     def tensor_of(self, stored: Tensor) -> Any:
         """A numpy array; jax is imported for the dtypes that numpy itself does not have."""
-        _adapter()
+        _ = self.adapter
         return super().tensor_of(stored)
-
-
-def _adapter() -> Any:
-    return adapter("jax", "jax and optax")
 
 
 RECORD = JaxRecord()

@@ -12,7 +12,7 @@ from tinygrad.nn.state import get_state_dict
 from tinygrad.tensor import Tensor
 
 from phalanx.definition import generators
-from phalanx.definition.data import Share
+from phalanx.definition.data import Share, map_tree
 from phalanx.definition.digest import digest_of
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
@@ -22,7 +22,7 @@ from phalanx.frameworks.arrays import LOSS_TAKES, ArrayFramework, Blocks, State,
 from phalanx.frameworks.record import Unshared
 from phalanx.frameworks.tinygrad.devices import available as available
 from phalanx.frameworks.tinygrad.devices import devices_of, recorded, settings
-from phalanx.frameworks.tinygrad.lane import Batch, Forward, Lane, collate, numbers
+from phalanx.frameworks.tinygrad.lane import Batch, Forward, Lane, collate
 from phalanx.frameworks.tinygrad.model import Update, numbers_of, opened, plain, write
 from phalanx.frameworks.tinygrad.model import state_of as state_of
 from phalanx.seams.records import Computed, Exported, Weights
@@ -102,7 +102,7 @@ class Tinygrad(ArrayFramework):
             batch = self.batch(key, share)
             output, target = self._lanes[0].output(batch, key, self._starts, metrics.target_fn)
             generators.seed(key, self.definition.generators)  # a trace may have drawn
-            return numbers(metrics.see(output, target if metrics.targets else None, _home))
+            return map_tree(_home, metrics.see(output, target if metrics.targets else None, _home))
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """Always a copy, on the first device."""

@@ -262,13 +262,6 @@ def collate(samples: Sequence[Any]) -> Any:
     return np.stack([_array(sample) for sample in samples])
 
 
-def numbers(returned: Any) -> Any:
-    """What a metric returned, its tensors as numpy arrays."""
-    if isinstance(returned, (tuple, list)):
-        return type(returned)(map(numbers, returned))
-    return plain(returned) if isinstance(returned, Tensor) else returned
-
-
 def _array(leaf: Any) -> np.ndarray:
     """Python's numbers as tinygrad takes them: floats of 32 bits, integers of 32 bits."""
     if isinstance(leaf, Tensor):

@@ -238,7 +238,7 @@ class Update:
             tensor.grad = None
 
 
-def state_of(model: Any, optimizer: Any) -> State:
+def state_of(model: Any, optimizer: Any, _: Any) -> State:
     """The state of a loop written by hand: a model, and an optimizer, several, or none."""
     named = each_once(get_state_dict(model))
     whole = optimizer if not isinstance(optimizer, Sequence) or len(optimizer) != 1 else optimizer[0]

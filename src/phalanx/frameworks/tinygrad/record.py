@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.definition.digest import Entry
 from phalanx.definition.generators import Global
 from phalanx.errors import UsageError
-from phalanx.frameworks.record import Made, Record, adapter, stored
+from phalanx.frameworks.record import Made, OptionalRecord, stored
 from phalanx.seams import Framework
 from phalanx.seams.records import Tensor
 
 
-class TinygradRecord(Record):
+class TinygradRecord(OptionalRecord):
     """tinygrad as the registry knows it."""
 
-    name = module = "tinygrad"
+    name = module = packages = "tinygrad"
     returns = "an object with tensors of tinygrad"
     takes_models = True  # which are never written
 
@@ -38,7 +37,7 @@ class TinygradRecord(Record):
                 f"this is one of {made.processes} processes, but a recipe with tinygrad computes in one; use one "
                 "process, with several devices"
             )
-        return _adapter().Tinygrad(made.definition, made.devices, made.model)
+        return self.adapter.Tinygrad(made.definition, made.devices, made.model)
 
     def random(self) -> Sequence[Global]:
         """The generator of its tensors, for all devices."""
@@ -56,21 +55,9 @@ class TinygradRecord(Record):
 
         return facts(names)
 
-    def available(self) -> list[tuple[str, str, str]]:
-        """The devices of all kinds that tinygrad has."""
-        return _adapter().available()
-
-    def entries(self, model: Any, optimizer: Any, state: Any) -> Iterator[Entry]:
-        """Entries of a model, and of its optimizer."""
-        return _adapter().state_of(model, optimizer).entries()
-
     def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Each tensor is converted by its own method: numpy cannot read it."""
         return {name: stored(instead.get(name, tensor).numpy()) for name, tensor in params.items()}
-
-
-def _adapter() -> Any:
-    return adapter("tinygrad", "tinygrad")
 
 
 RECORD = TinygradRecord()
