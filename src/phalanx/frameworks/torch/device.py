@@ -98,12 +98,7 @@ class TorchDevice(Torch):
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         with accelerators.watched([self._device]):
             begun = super().measure(metrics, key, share, weights)
-
-        def read() -> object:
-            with accelerators.watched([self._device]):
-                return begun()
-
-        return read  # type: ignore[return-value]
+        return accelerators.watched([self._device])(begun)
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         with accelerators.watched([self._device]):
