@@ -69,7 +69,7 @@ class InTurn:
 
 def add_in_turn(link, arguments=(), _=None):
     """Have a link add in another order, in this step."""
-    link._fold = InTurn(link._framework.arithmetic.add)  # planted
+    link._folds = dict.fromkeys(link.hosted, InTurn(link._framework.arithmetic.add))  # planted
 
 
 def _flip_weights(update, arguments, _):
@@ -95,7 +95,7 @@ def _flip_moment(framework, arguments, _):
 
 
 def _flip_copy(shard, arguments, _):
-    pieces = shard._kept(shard._flag_copies())  # planted
+    pieces = shard._kept()  # planted
     next(pieces)[1][0] ^= 1 << BIT
 
 

@@ -30,13 +30,14 @@ class LocalLink:
         self.begin(0, ())
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
-        self._fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
-        self._buffers: list[tuple[int, list[Any]]] = []
+        fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
+        self._folds = dict.fromkeys(self.hosted, fold)
+        self._buffers: dict[int, tuple[int, list[Any]]] = {}
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        self._fold.push(replica, gradient)
+        self._folds[replica].push(replica, gradient)
         if samples:
-            self._buffers.append((samples, buffers))
+            self._buffers[replica] = samples, buffers
         interrupts.check()
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
@@ -47,7 +48,7 @@ class LocalLink:
         return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
 
     def _total(self) -> Vector | None:
-        return self._fold.total()
+        return self._folds[0].total()
 
     def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
         norm, *losses = self._framework.norm(gradient, losses_of(parts))()
@@ -58,7 +59,7 @@ class LocalLink:
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         if gradient is not None:
-            self._framework.update(step, gradient, self._buffers)
+            self._framework.update(step, gradient, [self._buffers[replica] for replica in sorted(self._buffers)])
 
 
 class LaneLink(LocalLink):
@@ -72,20 +73,12 @@ class LaneLink(LocalLink):
     framework : Framework
     lanes : Lanes
         Its devices.
-
-    Attributes
-    ----------
-    buffers : dict
-        By replica that ran: how many samples it had, and the buffers that it left.
     """
 
     def __init__(self, framework: Framework, lanes: Lanes) -> None:
         placement = lanes.placement
         self._framework = framework
         self._lanes = lanes
-        self._replicas = placement.replicas
-        self._blocks = placement.blocks
-        self._lane_of = {replica: lane for lane, block in enumerate(placement.blocks) for replica in block}
         in_turn = itertools.zip_longest(*placement.blocks)  # so that each device gets work before any gets more
         self.hosted: Sequence[int] = [replica for row in in_turn for replica in row if replica is not None]
         nodes = [node for block in placement.blocks for node in remaining(placement.replicas, block)]
@@ -93,27 +86,18 @@ class LaneLink(LocalLink):
         self.begin(0, ())
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
-        add = self._framework.arithmetic.add
-        self._folds: list[Fold[Vector]] = [Fold(self._replicas, add) for _ in self._blocks]
-        self.buffers: dict[int, tuple[int, list[Any]]] = {}
-
-    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        self._folds[self._lane_of[replica]].push(replica, gradient)
-        if samples:
-            self.buffers[replica] = (samples, buffers)
-        interrupts.check()
+        super().begin(step, shares)
+        for block in self._lanes.placement.blocks:
+            self._folds |= dict.fromkeys(block, Fold(len(self.hosted), self._framework.arithmetic.add))
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         by_replica = dict(zip(self.hosted, parts, strict=True))
         return [by_replica[replica] for replica in sorted(by_replica)]
 
     def _total(self) -> Vector | None:
-        vectors = [partial.value for fold in self._folds for partial in fold.partials()]
+        folds = [self._folds[block[0]] for block in self._lanes.placement.blocks]
+        vectors = [partial.value for fold in folds for partial in fold.partials()]
         there = {number: self._lanes.moved(vector) for number, vector in enumerate(vectors) if vector is not None}
         for into, source in self._order(tuple(there)):
             there[into] = self._framework.arithmetic.add(there[into], there[source])
         return there[min(there)] if there else None
-
-    def commit(self, step: int, gradient: Vector | None) -> None:
-        if gradient is not None:
-            self._framework.update(step, gradient, [self.buffers[replica] for replica in sorted(self.buffers)])

@@ -157,21 +157,21 @@ class Layout:
 
     contents: Contents
     owners: list[int]
-    copies: bool = False
-    weights: list[int] = field(init=False)
-    keepers: list[int] = field(init=False)
-    frozen: dict[int, int] = field(init=False)
-    base: int = field(init=False)
-    thawed: int = field(init=False)
-    starts: list[int] = field(init=False)
-    sets: list[list[list[int]]] = field(init=False)
-    left: list[list[int]] = field(init=False)
-    changed: int = field(init=False)
-    norms: int = field(init=False)
-    state: list[list[int]] = field(init=False)
-    present: int = field(init=False)
-    snapshot: Copies = field(init=False)
-    touched: int = field(init=False)
+    copies: bool
+    weights: list[int]
+    keepers: list[int]
+    frozen: dict[int, int]
+    base: int
+    thawed: int
+    starts: list[int]
+    sets: list[list[list[int]]]
+    left: list[list[int]]
+    changed: int
+    norms: int
+    state: list[list[int]]
+    present: int
+    snapshot: Copies
+    touched: int = 0
 
     def owned(self, worker: int) -> list[int]:
         """The parameters that a worker folds and updates."""
@@ -192,32 +192,38 @@ class Layout:
 
 def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, take: Take) -> Layout:
     """Give everything its place, handed out by ``take``."""
-    layout = Layout(contents, list(owners), placement.copies)
     keepers = dict(zip(contents.storage_of, owners, strict=True))
-    layout.keepers = [keepers[number] for number in range(len(contents.storages))]
-    layout.weights = list(map(take, contents.storages))
-    layout.frozen, layout.base = frozen_places(contents)
-    layout.thawed = take(WORD * len(contents.storages))
+    frozen, base = frozen_places(contents)
     buffers = [spec.nbytes for spec in contents.buffers]
-    layout.starts = list(map(take, buffers))
     sizes = [spec.nbytes for spec in contents.gradients]
-    layout.sets = [
-        [
-            [OWNED if owner == worker else take(size) for size, owner in zip(sizes, owners, strict=True)]
-            for _ in range(0 if placement.copies else most_held(placement.replicas, block))
-        ]
-        for worker, block in enumerate(placement.blocks)
-    ]
-    layout.left = [list(map(take, buffers)) for _ in range(placement.replicas)]
-    layout.changed = take(placement.replicas * len(buffers))
-    layout.norms = take(WORD * len(sizes))
-    layout.state = _state_rows(contents.state, placement.workers, take)
-    layout.present = take(len(contents.state))
-    layout.snapshot = Copies(
-        list(map(take, contents.storages)),
-        list(map(take, buffers)),
-        _state_rows(contents.state, placement.workers, take),
-        take(len(contents.state)),
+    layout = Layout(
+        contents,
+        list(owners),
+        placement.copies,
+        weights=list(map(take, contents.storages)),
+        keepers=[keepers[number] for number in range(len(contents.storages))],
+        frozen=frozen,
+        base=base,
+        thawed=take(WORD * len(contents.storages)),
+        starts=list(map(take, buffers)),
+        sets=[
+            [
+                [OWNED if owner == worker else take(size) for size, owner in zip(sizes, owners, strict=True)]
+                for _ in range(0 if placement.copies else most_held(placement.replicas, block))
+            ]
+            for worker, block in enumerate(placement.blocks)
+        ],
+        left=[list(map(take, buffers)) for _ in range(placement.replicas)],
+        changed=take(placement.replicas * len(buffers)),
+        norms=take(WORD * len(sizes)),
+        state=_state_rows(contents.state, placement.workers, take),
+        present=take(len(contents.state)),
+        snapshot=Copies(
+            list(map(take, contents.storages)),
+            list(map(take, buffers)),
+            _state_rows(contents.state, placement.workers, take),
+            take(len(contents.state)),
+        ),
     )
     layout.touched = take(0) + contents.private - _untouched(layout)
     return layout
@@ -280,7 +286,7 @@ class ArenaPlan:
         The framework's part.
     nodes : list of (level, index)
         All partial sums that workers publish, in replica order.
-    publishers : list of (worker, number)
+    publishers : list of int
         Who publishes each of them.
     size : int
         Bytes of the arena; most of it is never touched.
@@ -292,11 +298,11 @@ class ArenaPlan:
         self._words = carver.take(WORD * word_count(placement.workers))
         self._floats = carver.take(WORD * float_count(placement.workers, placement.replicas))
         self.nodes: list[tuple[int, int]] = []
-        self.publishers: list[tuple[int, int]] = []
+        self.publishers: list[int] = []
         for worker in placement.order:
             nodes = remaining(placement.replicas, placement.blocks[worker])
             self.nodes += nodes
-            self.publishers += [(worker, number) for number in range(len(nodes))]
+            self.publishers += [worker] * len(nodes)
         self.layout = sharing.lay_out(placement, carver.take, known)
         self.layout.touched -= NOTE * (placement.replicas + RING)  # of named losses, which few recipes have
         self._flag_bytes = (1 + len(self.layout.owners)) * len(self.nodes)

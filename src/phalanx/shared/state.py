@@ -136,6 +136,8 @@ class Shard:
     frozen : FrozenWeights
     local : SharedState
         The framework's own.
+    came : sequence of sequence
+        For each replica the buffers that it left, wherever it ran; what did not change may be anything.
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory, worker: int) -> None:
@@ -150,8 +152,9 @@ class Shard:
         self._present = memoryview(arena)[layout.present :]
         self._absent: list[int] = []  # pieces of optimizer state that no update has made yet
         self._changed = memoryview(arena)[layout.changed :]
+        self._copies = memoryview(arena)[layout.snapshot.present :]
         self.buffer_payload = _buffer_payload(layout, memoryview(arena))
-        self._left = [
+        self.came: Sequence[Sequence[Any]] = [
             [self._arrays.view(arena, *pair) for pair in zip(offsets, layout.contents.buffers, strict=True)]
             for offsets in layout.left
         ]
@@ -166,7 +169,7 @@ class Shard:
     def leave(self, replica: int, buffers: Sequence[Any]) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
         for number in self._note(replica, buffers):
-            self._left[replica][number][...] = buffers[number]
+            self.came[replica][number][...] = buffers[number]
 
     def _note(self, replica: int, buffers: Sequence[Any]) -> list[int]:
         """Say which buffers a replica changed; returns their numbers."""
@@ -176,14 +179,10 @@ class Shard:
         return [number for number, changed in enumerate(flags) if changed]
 
     def left(self, replica: int) -> list[Any]:
-        """The buffers that a replica left, wherever it ran."""
-        return self._chosen(replica, self._left[replica])
-
-    def _chosen(self, replica: int, buffers: Sequence[Any]) -> list[Any]:
-        """Those that a replica changed, and the step's start in place of others."""
-        starts = self.local.starts
+        """The buffers that a replica changed, and the step's start in place of others."""
+        starts, came = self.local.starts, self.came[replica]
         flags = self._changed[replica * len(starts) :][: len(starts)]
-        return [value if changed else start for value, start, changed in zip(buffers, starts, flags, strict=True)]
+        return [value if changed else start for value, start, changed in zip(came, starts, flags, strict=True)]
 
     def settle(self) -> None:
         """After an update: move optimizer state that the update made into the arena."""
@@ -218,33 +217,26 @@ class Shard:
         The sum of words is a checksum at the speed of memory: CRC-32 takes ten times as long as the copy. It changes
         with any one bit.
         """
-        sums: list[np.int64] = []
-        present, copies = self._present, self._flag_copies()
         for piece in self._state:
-            copies[piece] = present[piece]
-        for home, copy in self._kept(copies):
-            copy[:] = home
-            sums.append(copy.sum())
-        return _total(sums, self._noted(copies))
+            self._copies[piece] = self._present[piece]
+        return self._copied(back=False)
 
     def restore(self) -> int:
         """Copy the snapshot back; returns its checksum."""
-        sums: list[np.int64] = []
-        copies = self._flag_copies()
-        for home, copy in self._kept(copies):  # which optimizer state there was then, not now
-            sums.append(copy.sum())
-            home[:] = copy
+        checksum = self._copied(back=True)
         for piece in self._state:
-            self._present[piece] = copies[piece]
+            self._present[piece] = self._copies[piece]
         self._adopt()
-        return _total(sums, self._noted(copies))
+        return checksum
 
-    def _flag_copies(self) -> memoryview:
-        return memoryview(self._arena)[self._layout.snapshot.present :]
-
-    def _noted(self, flags: memoryview) -> int:
-        """What the flags of this worker's pieces add to a checksum."""
-        return sum(flags[piece] for piece in self._state)
+    def _copied(self, *, back: bool) -> int:
+        """Copy into the snapshot, or back; returns the checksum of that, modulo 2**64, as numpy adds."""
+        sums: list[Any] = [sum(self._copies[piece] for piece in self._state)]
+        for home, copy in self._kept():
+            target, source = (home, copy) if back else (copy, home)
+            target[:] = source
+            sums.append(copy.sum())
+        return int(np.array(sums, np.int64).sum())
 
     def _adopt(self) -> None:
         """Take the optimizer state that is in the arena, and no other."""
@@ -255,17 +247,14 @@ class Shard:
         offset, spec = self._layout.state[self._worker][piece], self._layout.contents.state[piece].spec
         return self._arrays.view(self._arena, offset, spec)
 
-    def _live(self) -> list[int]:
-        """The storages that it owns, and that lie in the arena."""
-        return [number for number in self._storages if not self.frozen.resting(number)]
-
-    def _kept(self, present: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """What a snapshot holds of this worker's state, with the copies, as words; ``present``: flags of its pieces."""
+    def _kept(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """What the snapshot holds of this worker's state, with the copies, as words."""
         layout, contents = self._layout, self._layout.contents
         weights, starts, state, _ = layout.snapshot
-        pieces = [(layout.weights[number], weights[number], contents.storages[number]) for number in self._live()]
+        live = [number for number in self._storages if not self.frozen.resting(number)]
+        pieces = [(layout.weights[number], weights[number], contents.storages[number]) for number in live]
         homes, copies = layout.state[self._worker], state[self._worker]
-        there = [piece for piece in self._state if present[piece]]
+        there = [piece for piece in self._state if self._copies[piece]]  # there was then, which may not be so now
         pieces += [(homes[piece], copies[piece], contents.state[piece].spec.nbytes) for piece in there]
         if self._worker == 0:  # it settles the buffers
             sizes = [spec.nbytes for spec in contents.buffers]
@@ -285,8 +274,6 @@ class CopiedShard(Shard):
     ----------
     mine : dict
         Buffers that this worker's replicas left, by replica.
-    came : sequence of sequence
-        For each replica the buffers that it left, wherever it ran; what did not change may be anything.
     """
 
     def __init__(self, sharing: Sharing, layout: Layout, arena: mmap.mmap, base: Memory, worker: int) -> None:
@@ -294,7 +281,6 @@ class CopiedShard(Shard):
         self.buffer_payload = [row[-1:] for row in self.buffer_payload]
         self._mirror = Mirror(sharing, layout, arena, base)
         self.mine: dict[int, Sequence[Any]] = {}
-        self.came: Sequence[Sequence[Any]] = []
 
     def changed(self) -> np.ndarray:
         """Flags of all replicas and buffers: whether that replica wrote that buffer."""
@@ -311,9 +297,6 @@ class CopiedShard(Shard):
         """Say which of them differ from the step's start, and keep them for the exchange."""
         self._note(replica, buffers)
         self.mine[replica] = buffers
-
-    def left(self, replica: int) -> list[Any]:
-        return self._chosen(replica, self.came[replica])
 
     def settle(self) -> None:
         """Optimizer state stays where the update made it."""
@@ -429,8 +412,3 @@ def _buffer_payload(layout: Layout, arena: memoryview) -> list[list[memoryview]]
         for replica, offsets in enumerate(layout.left)
         if sizes
     ]
-
-
-def _total(sums: Sequence[np.int64], noted: int = 0) -> int:
-    """The sum modulo 2**64, as numpy adds."""
-    return int(np.array([*sums, noted], np.int64).sum())

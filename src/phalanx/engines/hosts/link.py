@@ -6,7 +6,6 @@ on every host does the same, so nothing else has to be exchanged.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from phalanx.engines.hosts.exchange import CHECK_STEPS, Across, Mask, Rendezvous, Summands
 from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.errors import Trouble
-from phalanx.plan.fold import added, covers
+from phalanx.plan.fold import covers
 from phalanx.seams.records import Part, Vector
 
 NOTHING = b"\0"  # a note of a replica without buffers
@@ -46,7 +45,6 @@ class HostLink(ArenaLink):
         self._groups = [
             [position for position, node in enumerate(plan.nodes) if covers(top, node)] for top in self._across.nodes
         ]
-        self._order_within = functools.cache(functools.partial(added, placement.replicas, plan.nodes))
         self._masks: list[Mask] = []
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
@@ -68,7 +66,7 @@ class HostLink(ArenaLink):
             entries = [None if vector is None else vector[index] for vector in vectors]
             groups = [[entry if at in group else None for at, entry in enumerate(entries)] for group in self._groups]
             there = [tuple(at for at in group if entries[at] is not None) for group in self._groups]
-            return list(zip(groups, map(self._order_within, there), strict=True))
+            return list(zip(groups, map(self._order, there), strict=True))
 
         self.there = union(self._masks)
         return self.slots.fold([self._across.total(self._masks, summands)], _alone, weight)

@@ -108,12 +108,20 @@ class Publications:
     ----------
     flags : memoryview
         For each sum, which of its worker's vectors it is (counted from 1; 0: there is none), and one flag per entry.
-    publishers : sequence of (worker, number)
+    publishers : sequence of int
         Which worker has each of them.
+    worker : int
+        This one.
+
+    Attributes
+    ----------
+    own : list of int
+        The positions of its sums.
     """
 
-    def __init__(self, flags: memoryview, publishers: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, flags: memoryview, publishers: Sequence[int], worker: int) -> None:
         self.publishers = publishers
+        self.own = [position for position, publisher in enumerate(publishers) if publisher == worker]
         self._flags = flags
         self._width = len(flags) // len(publishers)
         self.entries = self._width - 1
@@ -176,7 +184,7 @@ class ArenaLink:
         self._framework = framework
         self._shard = shard
         self.slots = Buckets(framework.sharing.arrays, shard.local, plan.layout, arena, self._worker)
-        self.publications = Publications(plan.flags(arena), plan.publishers)
+        self.publications = Publications(plan.flags(arena), plan.publishers, self._worker)
         self.parts: list[Part] = []
         self.overlaps = False
         self.there: list[int] | None = None
@@ -256,9 +264,7 @@ class ArenaLink:
         peers, there = self._published(self.publications.read())
         mine = iter(self._mine)
         owners = self.publications.publishers
-        vectors = [
-            next(mine) if worker == self._worker else peer for (worker, _), peer in zip(owners, peers, strict=True)
-        ]
+        vectors = [next(mine) if worker == self._worker else peer for worker, peer in zip(owners, peers, strict=True)]
         return vectors, there
 
     def _count(self, done: int) -> None:
@@ -270,18 +276,16 @@ class ArenaLink:
     def _publish(self) -> list[Vector | None]:
         """Publish this worker's partial sums; returns them."""
         mine: list[Vector | None] = []
-        partials = iter(self._fold.partials())
-        for position, (worker, _) in enumerate(self.publications.publishers):
-            if worker == self._worker:
-                held = next(partials).value
-                if held is None:
-                    self.publications.publish(position, None, b"")
-                    mine.append(None)
-                else:
-                    self.slots.publish(held.number, held.vector)
-                    there = bytes(entry is not None for entry in held.vector)
-                    self.publications.publish(position, held.number, there)
-                    mine.append(held.vector)
+        for position, partial in zip(self.publications.own, self._fold.partials(), strict=True):
+            held = partial.value
+            if held is None:
+                self.publications.publish(position, None, b"")
+                mine.append(None)
+            else:
+                self.slots.publish(held.number, held.vector)
+                there = bytes(entry is not None for entry in held.vector)
+                self.publications.publish(position, held.number, there)
+                mine.append(held.vector)
         return mine
 
     def _views(self, flags: bytes) -> tuple[list[Vector | None], list[int] | None]:
@@ -289,7 +293,7 @@ class ArenaLink:
         views: list[Vector | None] = []
         masks: list[bytes] = []
         rows = self.publications.rows(flags)
-        for (worker, _), (number, mask) in zip(self.publications.publishers, rows, strict=True):
+        for worker, (number, mask) in zip(self.publications.publishers, rows, strict=True):
             views.append(None)
             if number:
                 masks.append(mask)

@@ -219,8 +219,7 @@ class RankLink(ArenaLink):
         rows = self._early.there if self._early and right else [_there(vector) for vector in mine]
         if self._early and not right:
             rows = [row and row.replace(b"\1", MISTAKEN) for row in rows]
-        positions = [at for at, (worker, _) in enumerate(self.publications.publishers) if worker == self._worker]
-        for number, (position, row) in enumerate(zip(positions, rows, strict=True)):
+        for number, (position, row) in enumerate(zip(self.publications.own, rows, strict=True)):
             self.publications.publish(position, None if row is None else number, row or b"")
         return mine
 
