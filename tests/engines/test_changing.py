@@ -5,6 +5,7 @@ import pytest
 from phalanx.engines.changing import Changing
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes
+from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import RunError
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import place
@@ -18,7 +19,7 @@ def opener(recipe, framework, state, workers):
     """Opens the engine with so many workers; 1 is this process."""
     if workers == 1:
         return lambda: Inline(recipe, framework, state)
-    return lambda: Processes(recipe, framework, place(recipe.replicas, workers), state)
+    return lambda: Processes(recipe, framework, place(recipe.replicas, workers), state, Deadline())
 
 
 def digest(recipe, turns, between=lambda framework: None):

@@ -11,11 +11,11 @@ from tests.families import FAMILIES
 WORKERS = 2
 
 
-def counters():
-    """Counters in memory of this process."""
+def counters(roles):
+    """Counters in memory of this process, as each of these roles may use them."""
     words = memoryview(bytearray(8 * word_count(WORKERS))).cast("q")
     floats = memoryview(bytearray(8 * float_count(WORKERS, WORKERS))).cast("d")
-    return Counters(words, floats, WORKERS, WORKERS)
+    return {role: Counters(words, floats, WORKERS, WORKERS, role) for role in roles}
 
 
 class Faulty:
@@ -58,8 +58,7 @@ def test_a_wrong_writer_ends_a_run():
 
 def test_every_role_can_write_its_own_and_nothing_else():
     """For each word: who may write it, by the roles of the parent and of two workers."""
-    shared = counters()
-    roles = {role: shared.written_by(role) for role in (PARENT, 0, 1)}
+    roles = counters((PARENT, 0, 1))
     writers = {
         "grant": {PARENT},
         "pause": {PARENT},
@@ -73,7 +72,7 @@ def test_every_role_can_write_its_own_and_nothing_else():
     assert {name: _who_may(roles, lambda seen, name=name: setattr(seen, name, 1)) for name in writers} == writers
     for number in range(WORKERS):
         assert _who_may(roles, lambda seen, number=number: seen.workers[number].reach(1, Stage.SAVING)) == {number}
-    assert shared.progress() == [(1, Stage.SAVING)] * WORKERS  # all see the same words
+    assert roles[PARENT].progress() == [(1, Stage.SAVING)] * WORKERS  # all see the same words
 
 
 def _who_may(roles, write):

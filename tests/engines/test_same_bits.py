@@ -18,8 +18,10 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.definition.evaluation import Metrics
 from phalanx.engines.processes.driver import Processes
+from phalanx.engines.recovery.failures import Deadline
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import Placement
+from phalanx.seams.records import RunState
 from phalanx.shared.counters import RING
 from tests.families import (
     DATA,
@@ -688,7 +690,7 @@ PLACEMENTS = {
 def placed(recipe, blocks):
     """A run on workers that host just these blocks."""
     placement = Placement(recipe.replicas, tuple(range(start, end) for start, end in blocks))
-    engine = Processes(recipe, open_framework(recipe), placement)
+    engine = Processes(recipe, open_framework(recipe), placement, RunState(), Deadline())
     try:
         for _ in range(recipe.plan.steps):
             engine.advance(None, recipe.plan.steps)

@@ -33,7 +33,7 @@ class Inline:
     definition : Definition
     framework : Framework
         Holds the state.
-    run_state : RunState, optional
+    run_state : RunState
         The steps that were done before, in another engine.
     ahead : Readers, optional
         Readers in other processes, from which shares come; closed with the engine.
@@ -51,10 +51,10 @@ class Inline:
         self,
         definition: Definition,
         framework: Framework,
-        run_state: RunState | None = None,
+        run_state: RunState,
         ahead: Any = None,
     ) -> None:
-        self.run_state = RunState() if run_state is None else run_state
+        self.run_state = run_state
         self._definition = definition
         self._framework = framework
         self._lanes = lanes = framework.lanes

@@ -219,8 +219,6 @@ class Counters:
             for view, known in zip(views, writers, strict=True)
         ]
         self._words = words
-        self._floats = floats
-        self._replicas = replicas
         rows = PART * replicas
         ring = rows + (REPORT + OF_REPLICA * replicas) * RING
         notes = floats[ring + workers :].cast("B")
@@ -228,10 +226,6 @@ class Counters:
         self.reports = Reports(floats[rows:ring], notes[replicas * NOTE :])
         self.sums = floats[ring : ring + workers]
         self.workers = [WorkerCounters(line) for line in self._lines[len(WRITERS) :]]
-
-    def written_by(self, role: int) -> Counters:
-        """These counters as the process with this role is to use them: ``PARENT`` or the number of a worker."""
-        return Counters(self._words, self._floats, len(self.workers), self._replicas, role)
 
     @property
     def done(self) -> int:

@@ -309,12 +309,12 @@ class ArenaPlan:
         self._flags = carver.take(self._flag_bytes)
         self.size = carver.size
 
-    def counters(self, arena: mmap.mmap) -> Counters:
-        """The counters in a mapped arena."""
+    def counters(self, arena: mmap.mmap, role: int) -> Counters:
+        """The counters in a mapped arena, as the process with this role is to use them: ``PARENT``, or a worker."""
         workers, replicas = self._placement.workers, self._placement.replicas
         words = memoryview(arena)[self._words :][: WORD * word_count(workers)].cast("q")
         floats = memoryview(arena)[self._floats :][: WORD * float_count(workers, replicas)].cast("d")
-        return Counters(words, floats, workers, replicas)
+        return Counters(words, floats, workers, replicas, role)
 
     def flags(self, arena: mmap.mmap) -> memoryview:
         """Per partial sum: which vector of its publisher holds it (0: none, else counted from 1), and its entries."""

@@ -161,9 +161,7 @@ class Exchange:
 
     def homes(self, number: int, bucket: Bucket, index: int) -> list[torch.Tensor]:
         """Where this worker's sums of a parameter lie in a bucket that it sends, one for each of its nodes."""
-        like, offset = self._like[index], bucket.places[index]
-        rows = self._packed(number, bucket)
-        return [row.as_strided(like.shape, like.stride(), row.storage_offset() + offset) for row in rows]
+        return [self._home(row, bucket, index) for row in self._packed(number, bucket)]
 
     def travel(self, transport: Transport, number: int, bucket: Bucket, over: Callable[[Any], Any]) -> Journey:
         """Take this worker's sums of a bucket to all, and all means back; waits for what it began a step before."""
@@ -212,13 +210,19 @@ class Exchange:
 
     def _pack(self, number: int, bucket: Bucket, mine: Sequence[Vector | None]) -> None:
         """Put this worker's sums into a bucket."""
-        for row, vector in zip(self._packed(number, bucket), mine, strict=True):
-            start, there = row.storage_offset(), [] if vector is None else vector
-            pairs = [(index, there[index]) for index in bucket.places if there and there[index] is not None]
-            likes = [self._like[index] for index, _ in pairs]
-            places = [start + bucket.places[index] for index, _ in pairs]
-            homes = [row.as_strided(each.shape, each.stride(), at) for each, at in zip(likes, places, strict=True)]
-            copy_all(zip(homes, [entry for _, entry in pairs], strict=True))
+        rows = zip(self._packed(number, bucket), mine, strict=True)
+        there = [(row, vector) for row, vector in rows if vector is not None]
+        copy_all(
+            (self._home(row, bucket, index), vector[index])
+            for row, vector in there
+            for index in bucket.places
+            if vector[index] is not None
+        )
+
+    def _home(self, row: torch.Tensor, bucket: Bucket, index: int) -> torch.Tensor:
+        """Where a parameter's gradient lies in a sum."""
+        like = self._like[index]
+        return row.as_strided(like.shape, like.stride(), row.storage_offset() + bucket.places[index])
 
     def _lay_out(self, masks: tuple[Mask, ...]) -> list[Bucket]:
         """Buckets in the order in which a backward pass comes to the parameters: the last first."""

@@ -55,16 +55,16 @@ class Processes:
         definition: Definition,
         framework: Framework,
         placement: Placement,
-        run_state: RunState | None = None,
-        deadline: Deadline | None = None,
+        run_state: RunState,
+        deadline: Deadline,
         rendezvous: Any = None,
         readers: int = 0,
         alarm: Callable[[], str] = str,
     ) -> None:
-        self.run_state = RunState() if run_state is None else run_state
+        self.run_state = run_state
         self.workers, self.reading = placement.workers, framework.environment
         self._copies, self._modes = placement.copies, framework.eval_point() is not None
-        self._definition, self._framework, self._deadline = definition, framework, deadline or Deadline()
+        self._definition, self._framework, self._deadline = definition, framework, deadline
         self._rendezvous, self._alarm = rendezvous, alarm
         self.ended, self.closed, self.lost, self._fetched = "", False, False, -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
@@ -105,7 +105,7 @@ class Processes:
         memories.arena.grow(plan.size)
         memories.base.grow(plan.layout.base)
         mapped = memories.arena.map()
-        self.counters = plan.counters(mapped).written_by(PARENT)
+        self.counters = plan.counters(mapped, PARENT)
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, memories.base)
         facts = {
             "audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0, "placement": placement,

@@ -22,7 +22,6 @@ import operator
 import os
 import pickle
 import re
-import struct
 import sys
 import warnings
 import weakref
@@ -41,13 +40,12 @@ from phalanx.definition.reachable import module_of, parts_of
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warnings, numeric_environment
 from phalanx.frameworks.registry import reduced as reduced_by_frameworks
-from phalanx.shared.memory import ALIGNMENT, Memory, available_bytes
+from phalanx.shared.memory import ALIGNMENT, Carver, Memory, available_bytes
 from phalanx.surroundings import sources
 from phalanx.surroundings.interrupts import of_handler
 
 Reducer = Callable[[Any], Any]
 _DEFINED: weakref.WeakSet[type] = weakref.WeakSet()  # in a worker, classes that came by value
-NUMBER = struct.Struct("<q")
 DEPTH = 6
 NAMELESS = "<dynamic-code>"  # what stands in place of a file's name
 WORTH_CHECKING = 1 << 26  # bytes
@@ -152,9 +150,9 @@ def pieces_of(thing: Any, reducer: Reducer, *, by_file: bool = False) -> list[me
     buffers: list[pickle.PickleBuffer] = []
     body = _pickled(thing, reducer, buffers, by_file=by_file)
     parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
-    header = b"".join(map(NUMBER.pack, [len(parts), *(part.nbytes for part in parts)]))
+    header = np.array([len(parts), *(part.nbytes for part in parts)], np.int64).tobytes()
     pieces = [memoryview(header), *parts]
-    return [part for piece in pieces for part in (piece, bytes(_padded(piece.nbytes) - piece.nbytes))]
+    return [part for piece in pieces for part in (piece, bytes(-piece.nbytes % ALIGNMENT))]
 
 
 def needed(thing: Any, reducer: Reducer) -> list[str]:
@@ -185,13 +183,10 @@ def unpack(memory: Memory) -> Any:
 def unpack_bytes(content: Any) -> Any:
     """Unpack a buffer that holds the pieces of ``pieces_of``. Arrays lie in it."""
     view = memoryview(content)
-    (count,) = NUMBER.unpack_from(view)
-    sizes = [NUMBER.unpack_from(view, NUMBER.size * (1 + position))[0] for position in range(count)]
-    offset = _padded(NUMBER.size * (1 + count))
-    pieces: list[memoryview] = []
-    for size in sizes:
-        pieces.append(view[offset : offset + size])
-        offset += _padded(size)
+    numbers, carver = view.cast("q"), Carver()
+    sizes = numbers[1 : 1 + numbers[0]]
+    carver.take(numbers.itemsize + sizes.nbytes)
+    pieces = [view[carver.take(size) :][:size] for size in sizes]
     return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
 
 
@@ -335,10 +330,6 @@ def _found_again(module: ModuleType) -> bool:
 def _native(module: ModuleType) -> bool:
     origin = getattr(module.__spec__, "origin", None)
     return origin is not None and origin.endswith(tuple(EXTENSION_SUFFIXES))
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _culprit(thing: Any, reducer: Reducer, path: str = "", depth: int = 0) -> tuple[str, Any]:

@@ -104,7 +104,7 @@ class Worker:
                 "parameters and buffers each time, whatever the process"
             )
         arena = memories.arena.map()
-        self._counters = plan.counters(arena).written_by(self._number)
+        self._counters = plan.counters(arena, self._number)
         self._own = self._counters.workers[self._number]
         self._own.replicas = 0  # those of the worker that this one replaces were computed before
         self._barrier = Barrier(self._counters, self._number)
