@@ -354,13 +354,14 @@ def chunks(size: int, slices: int, itemsize: int) -> list[tuple[int, int]]:
 
 
 def tensor_of(array: Any) -> torch.Tensor:
-    """A tensor over the memory of an array."""
+    """A tensor over the memory of an array. Arrays of jax cannot be written, which torch warns of: they are copied."""
     if isinstance(array, torch.Tensor):
         return array
     plain = np.asarray(array)
-    if plain.dtype.name == "bfloat16":  # which torch does not know by numpy's name
-        return _over(plain.view(np.uint16)).view(torch.bfloat16)
-    return _over(plain)
+    unknown = plain.dtype.name == "bfloat16"  # to torch, by numpy's name
+    words = plain.view(np.uint16) if unknown else plain
+    tensor = torch.from_numpy(words if words.flags.writeable else words.copy())
+    return tensor.view(torch.bfloat16) if unknown else tensor
 
 
 def array_of(tensor: torch.Tensor, like: Any) -> Any:
@@ -370,11 +371,6 @@ def array_of(tensor: torch.Tensor, like: Any) -> Any:
     if like.dtype.name == "bfloat16":
         return tensor.view(torch.uint16).numpy().view(like.dtype)
     return tensor.numpy()
-
-
-def _over(array: np.ndarray) -> torch.Tensor:
-    """A tensor over an array. Arrays of jax cannot be written, which torch warns of, so they are copied."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def stretches(

@@ -15,10 +15,8 @@ import dataclasses
 import functools
 import importlib
 import io
-import itertools
 import mmap
 import multiprocessing
-import operator
 import os
 import pickle
 import re
@@ -40,6 +38,7 @@ from phalanx.definition.reachable import module_of, parts_of
 from phalanx.errors import UsageError
 from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warnings, numeric_environment
 from phalanx.frameworks.registry import reduced as reduced_by_frameworks
+from phalanx.shared.layout import row_major
 from phalanx.shared.memory import ALIGNMENT, Carver, Memory, available_bytes
 from phalanx.surroundings import sources
 from phalanx.surroundings.interrupts import of_handler
@@ -360,14 +359,8 @@ def keeps_strides(array: np.ndarray[Any, Any]) -> bool:
     """Whether numpy's own pickle keeps the strides. It makes those of a dense array anew, also of axes of length 1."""
     if not array.size or not array.flags.forc:
         return not array.size
-    if array.flags.c_contiguous:
-        return array.strides == _dense(array.shape[::-1], array.itemsize)[::-1]
-    return array.strides == _dense(array.shape, array.itemsize)
-
-
-def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides, in bytes, of an array whose first axis lies closest."""
-    return tuple(itertools.accumulate(shape, operator.mul, initial=itemsize))[: len(shape)]
+    dense = row_major(array.shape) if array.flags.c_contiguous else row_major(array.shape[::-1])[::-1]
+    return array.strides == tuple(step * array.itemsize for step in dense)
 
 
 class ArrayReducer:
