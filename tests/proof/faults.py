@@ -69,7 +69,7 @@ class InTurn:
 
 def add_in_turn(link, arguments=(), _=None):
     """Have a link add in another order, in this step."""
-    link._folds = dict.fromkeys(link.hosted, InTurn(link._framework.arithmetic.add))  # planted
+    link._fold = InTurn(link._framework.arithmetic.add)  # planted
 
 
 def _flip_weights(update, arguments, _):

@@ -30,12 +30,11 @@ class LocalLink:
         self.begin(0, ())
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
-        fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
-        self._folds = dict.fromkeys(self.hosted, fold)
+        self._fold: Fold[Vector] = Fold(len(self.hosted), self._framework.arithmetic.add)
         self._buffers: dict[int, tuple[int, list[Any]]] = {}
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
-        self._folds[replica].push(replica, gradient)
+        self._fold.push(replica, gradient)
         if samples:
             self._buffers[replica] = samples, buffers
         interrupts.check()
@@ -48,7 +47,7 @@ class LocalLink:
         return total if weight == 1 else self._framework.arithmetic.divide(total, weight)
 
     def _total(self) -> Vector | None:
-        return self._folds[0].total()
+        return self._fold.total()
 
     def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
         norm, *losses = self._framework.norm(gradient, losses_of(parts))()
@@ -59,7 +58,7 @@ class LocalLink:
 
     def commit(self, step: int, gradient: Vector | None) -> None:
         if gradient is not None:
-            self._framework.update(step, gradient, [self._buffers[replica] for replica in sorted(self._buffers)])
+            self._framework.update(step, gradient, list(self._buffers.values()))
 
 
 class LaneLink(LocalLink):
@@ -87,8 +86,13 @@ class LaneLink(LocalLink):
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         super().begin(step, shares)
+        self._folds: dict[int, Fold[Vector]] = {}
         for block in self._lanes.placement.blocks:
             self._folds |= dict.fromkeys(block, Fold(len(self.hosted), self._framework.arithmetic.add))
+
+    def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
+        self._fold = self._folds[replica]
+        super().push(replica, samples, gradient, buffers)
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         by_replica = dict(zip(self.hosted, parts, strict=True))
@@ -101,3 +105,7 @@ class LaneLink(LocalLink):
         for into, source in self._order(tuple(there)):
             there[into] = self._framework.arithmetic.add(there[into], there[source])
         return there[min(there)] if there else None
+
+    def commit(self, step: int, gradient: Vector | None) -> None:
+        self._buffers = {replica: self._buffers[replica] for replica in sorted(self._buffers)}
+        super().commit(step, gradient)
