@@ -146,7 +146,7 @@ class Group(dist.ProcessGroup):
         back: Back = []
         ours = [movable(flattened(part)) for part in inputs]
         theirs = [movable(flattened(part, back)) for part in outputs]
-        return self._begin("all_to_all", [self._all_to_all(theirs, ours)], back, outputs, opts)
+        return self._all_to_all(theirs, ours, back, outputs, opts)
 
     def all_to_all_single(
         self,
@@ -160,7 +160,7 @@ class Group(dist.ProcessGroup):
         back: Back = []
         ours = rows(flattened(tensor), tensor, input_splits, self.size())
         theirs = rows(flattened(output, back), output, output_splits, self.size())
-        return self._begin("all_to_all", [self._all_to_all(theirs, ours)], back, [output], opts)
+        return self._all_to_all(theirs, ours, back, [output], opts)
 
     alltoall_base = all_to_all_single
 
@@ -200,14 +200,14 @@ class Group(dist.ProcessGroup):
         steps = receive(self._inboxes, sources, tag, raw(flattened(tensors[0], back)))
         return self._begin(f"recv from {name}, tag {tag}", [steps], back, tensors, queue=queue, sources=sources)
 
-    def _all_to_all(self, outputs: Flat, inputs: Flat) -> Steps:
-        counts, dtypes = {len(outputs), len(inputs)}, {part.dtype for part in (*outputs, *inputs)}
+    def _all_to_all(self, theirs: Flat, ours: Flat, back: Back, outputs: Any, opts: Any) -> Work:
+        counts, dtypes = {len(theirs), len(ours)}, {part.dtype for part in (*theirs, *ours)}
         if counts != {self.size()} or len(dtypes) > 1:
             raise UsageError(
-                f"there are {len(inputs)} inputs and {len(outputs)} outputs of {', '.join(map(str, dtypes))}; there "
+                f"there are {len(ours)} inputs and {len(theirs)} outputs of {', '.join(map(str, dtypes))}; there "
                 f"must be {self.size()} of each, of one dtype"
             )
-        return collectives.all_to_all(self._rounds, outputs, inputs)
+        return self._begin("all_to_all", [collectives.all_to_all(self._rounds, theirs, ours)], back, outputs, opts)
 
     def _gathered(
         self,

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -38,10 +39,11 @@ KEEPS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 UNAWAITED: set[dist.Work] = set()
 
 
+@dataclass(eq=False)
 class Operation:
     """Something under way.
 
-    Parameters
+    Attributes
     ----------
     steps : generator
     memory : GroupMemory
@@ -51,15 +53,14 @@ class Operation:
         Whether one of the ranks that it waits for is enough.
     """
 
-    def __init__(self, steps: Steps, memory: GroupMemory, name: str, *, anyone: bool = False) -> None:
-        self.steps = steps
-        self.memory = memory
-        self.name = name
-        self.anyone = anyone
-        self.queue: Queue | None = None
-        self.done = False
-        self.error: BaseException | None = None
-        self.awaited: Sequence[int] = ()
+    steps: Steps
+    memory: GroupMemory
+    name: str
+    anyone: bool = False
+    queue: Queue | None = None
+    done: bool = False
+    error: BaseException | None = None
+    awaited: Sequence[int] = ()
 
     def advance(self) -> None:
         """Go on as far as possible without waiting; an interrupt passes through."""

@@ -79,16 +79,12 @@ class Fold(Generic[T]):
                 if (index + 1) << level < self._replicas:
                     break  # the right sibling is still to come
             elif stack and stack[-1].level == level:
-                value = self._combine(stack.pop().value, value)
+                left = stack.pop().value
+                value = left if value is None else value if left is None else self._add(left, value)
             else:
                 break  # the left sibling belongs to an earlier block
             level, index = level + 1, index // 2
         stack.append(Partial(level, index, value))
-
-    def _combine(self, left: T | None, right: T | None) -> T | None:
-        if left is None:
-            return right
-        return left if right is None else self._add(left, right)
 
 
 def fold_values(values: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:

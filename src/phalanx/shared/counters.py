@@ -43,15 +43,11 @@ class PartRows:
 
     def write(self, first: int, rows: Iterable[Sequence[Any]], settings: Sequence[float]) -> None:
         """Write a worker's replicas from row ``first`` on; each row ends in ``settings``: options' checksum and lr."""
-        position = first * PART
-        for row in rows:
-            if row[NAMED]:
-                text = packed(row[NAMED])
-                self._notes[position // PART * NOTE :][: len(text)] = text
-                row = (*row[:NAMED], len(text), *settings)
-            for value in (*row[: -len(settings)], *settings):
-                self._floats[position] = value
-                position += 1
+        for replica, row in enumerate(rows, first):
+            text = packed(row[NAMED]) if row[NAMED] else b""
+            self._notes[replica * NOTE :][: len(text)] = text
+            numbers = array.array("d", (*row[:NAMED], len(text), *settings))
+            self._floats[replica * PART :][:PART] = memoryview(numbers)
 
     def read(self) -> Sequence[Sequence[Any]]:
         """The rows of all replicas; complete after a barrier."""
@@ -78,8 +74,7 @@ class Reports:
         """Write what a step that is about to finish gave: loss, norm, lr, samples, started, ended; and each replica."""
         position = step % RING * self._width
         text = json.dumps(named).encode() if named else b""
-        if text:
-            self._notes[step % RING * NOTE :][: len(text)] = text
+        self._notes[step % RING * NOTE :][: len(text)] = text
         row = array.array("d", (len(text), *report, *parts))
         self._ring[position : position + len(row)] = memoryview(row)
 

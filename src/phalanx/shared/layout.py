@@ -131,7 +131,7 @@ class Layout:
     keepers : list of int
         The worker that owns what lies in each storage.
     frozen : dict
-        Where frozen storages lie, by their number, in a memory of ``base`` bytes beside the arena.
+        Where frozen storages lie, by their number, in a memory of ``base`` bytes beside the arena: each begins a page.
     thawed : int
         8 bytes per storage: the step after the one that first updated it, if it was frozen; else 0.
     starts : list of int
@@ -193,7 +193,7 @@ class Layout:
 def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, take: Take) -> Layout:
     """Give everything its place, handed out by ``take``."""
     keepers = dict(zip(contents.storage_of, owners, strict=True))
-    frozen, base = frozen_places(contents)
+    base = Carver(mmap.PAGESIZE)
     buffers = [spec.nbytes for spec in contents.buffers]
     sizes = [spec.nbytes for spec in contents.gradients]
     layout = Layout(
@@ -202,8 +202,8 @@ def lay_out(contents: Contents, owners: Sequence[int], placement: Placement, tak
         placement.copies,
         weights=list(map(take, contents.storages)),
         keepers=[keepers[number] for number in range(len(contents.storages))],
-        frozen=frozen,
-        base=base,
+        frozen={number: base.take(contents.storages[number]) for number in contents.frozen},
+        base=base.size,
         thawed=take(WORD * len(contents.storages)),
         starts=list(map(take, buffers)),
         sets=[
@@ -237,16 +237,6 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
-
-
-def frozen_places(contents: Contents) -> tuple[dict[int, int], int]:
-    """Where each frozen storage lies in a memory of their own, at the beginning of a page, and how large that is."""
-    places: dict[int, int] = {}
-    size = 0
-    for number in contents.frozen:
-        places[number] = size
-        size += -(-contents.storages[number] // mmap.PAGESIZE) * mmap.PAGESIZE
-    return places, size
 
 
 def _untouched(layout: Layout) -> int:

@@ -119,15 +119,15 @@ class Memories(NamedTuple):
 
 
 class Carver:
-    """Hands out places in a stretch of memory, one after another, each at a multiple of 64 bytes."""
+    """Hands out places in a stretch of memory, one after another, each at a multiple of so many bytes."""
 
-    def __init__(self) -> None:
-        self.size = 0
+    def __init__(self, alignment: int = ALIGNMENT) -> None:
+        self.size, self._alignment = 0, alignment
 
     def take(self, size: int) -> int:
         """The offset of the next ``size`` bytes."""
         offset = self.size
-        self.size += -(-size // ALIGNMENT) * ALIGNMENT
+        self.size += -(-size // self._alignment) * self._alignment
         return offset
 
 

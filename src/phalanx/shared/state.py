@@ -153,7 +153,13 @@ class Shard:
         self._absent: list[int] = []  # pieces of optimizer state that no update has made yet
         self._changed = memoryview(arena)[layout.changed :]
         self._copies = memoryview(arena)[layout.snapshot.present :]
-        self.buffer_payload = _buffer_payload(layout, memoryview(arena))
+        memory, sizes = memoryview(arena), [spec.nbytes for spec in layout.contents.buffers]
+        self.buffer_payload = [
+            [memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+            + [self._changed[replica * len(sizes) :][: len(sizes)]]
+            for replica, offsets in enumerate(layout.left)
+            if sizes
+        ]
         self.came: Sequence[Sequence[Any]] = [
             [self._arrays.view(arena, *pair) for pair in zip(offsets, layout.contents.buffers, strict=True)]
             for offsets in layout.left
@@ -401,14 +407,3 @@ class Mirror:
     def _starts(self) -> list[Any]:
         pairs = zip(self._layout.starts, self._layout.contents.buffers, strict=True)
         return [self._arrays.view(self._arena, *pair) for pair in pairs]
-
-
-def _buffer_payload(layout: Layout, arena: memoryview) -> list[list[memoryview]]:
-    """For each replica the memory of what it left: its buffers, and which of them changed."""
-    sizes = [spec.nbytes for spec in layout.contents.buffers]
-    return [
-        [arena[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-        + [arena[layout.changed + replica * len(sizes) :][: len(sizes)]]
-        for replica, offsets in enumerate(layout.left)
-        if sizes
-    ]

@@ -14,7 +14,6 @@ import numpy as np
 
 from phalanx.engines.hosts.exchange import CHECK_STEPS, Across, Mask, Rendezvous, Summands
 from phalanx.engines.processes.link import ArenaLink, union
-from phalanx.errors import Trouble
 from phalanx.plan.fold import covers
 from phalanx.seams.records import Part, Vector
 
@@ -37,7 +36,7 @@ class HostLink(ArenaLink):
         _, shard, plan, placement, _, barrier = facts
         owned = [index for index, owner in enumerate(plan.layout.owners) if owner == barrier.worker]
         blanks = self.slots.blanks()
-        self._across = Across(rendezvous, barrier.worker, placement.replicas, blanks, owned, self._leave_if_broken)
+        self._across = Across(rendezvous, barrier.worker, placement.replicas, blanks, owned, self._check)
         carried = shard.buffer_payload if barrier.worker == 0 else []
         # For each replica its pieces, and flags that say which of them changed.
         self._buffer_payload = carried or [[memoryview(bytearray())]] * placement.replicas
@@ -69,19 +68,10 @@ class HostLink(ArenaLink):
             return list(zip(groups, map(self._order, there), strict=True))
 
         self.there = union(self._masks)
-        return self.slots.fold([self._across.total(self._masks, summands)], _alone, weight)
-
-    def _leave_if_broken(self) -> None:
-        """Leave the step if another worker of this host failed, or the run goes on with other members."""
-        if self._counters.trouble:
-            raise Trouble
+        return self.slots.fold([self._across.total(self._masks, summands)], lambda _: (), weight)
 
     def _host_masks(self) -> list[Mask]:
         """Which gradients each of this host's sums has: those that the sum of any of its workers has."""
         flags = np.frombuffer(self.publications.read(), np.uint8).reshape(-1, 1 + self.publications.entries)
         there = flags[:, 1:] * (flags[:, :1] > 0)
         return [there[group].max(0).tobytes() for group in self._groups]
-
-
-def _alone(there: tuple[int, ...]) -> Sequence[tuple[int, int]]:
-    return ()

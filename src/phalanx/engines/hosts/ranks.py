@@ -78,9 +78,6 @@ def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1) ->
     nodes = [remaining(replicas, block) for block in blocks]
     starts = [sum(map(len, nodes[:worker])) for worker in range(len(nodes))]
     every = [node for own in nodes for node in own]
-    if hosts == 1:
-        sums = [(node, [number]) for number, node in enumerate(every)]
-        return [Level(len(blocks), rank, list(map(len, nodes)), sums, [list(range(len(sums)))])]
     each = len(blocks) // hosts
     host, position = divmod(rank, each)
     cuts = [range(first, first + each) for first in range(0, len(blocks), each)]
@@ -89,10 +86,9 @@ def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1) ->
     tops = [remaining(replicas, range(blocks[cut[0]].start, blocks[cut[-1]].stop)) for cut in cuts]
     groups = [[at for at, (node, _) in enumerate(within) if covers(top, node)] for top in tops[host]]
     whole = [(top, [number for number, node in enumerate(every) if covers(top, node)]) for of in tops for top in of]
-    return [
-        Level(each, position, [len(nodes[worker]) for worker in own], within, groups),
-        Level(hosts, host, list(map(len, tops)), whole, [list(range(len(whole)))]),
-    ]
+    within_host = Level(each, position, [len(nodes[worker]) for worker in own], within, groups)
+    across = Level(hosts, host, list(map(len, tops)), whole, [list(range(len(whole)))])
+    return [within_host] if hosts == 1 else [within_host, across]
 
 
 class Exchange:

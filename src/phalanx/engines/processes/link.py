@@ -267,6 +267,11 @@ class ArenaLink:
         vectors = [next(mine) if worker == self._worker else peer for worker, peer in zip(owners, peers, strict=True)]
         return vectors, there
 
+    def _check(self, pause: int = -1) -> None:
+        """Leave the step if another worker failed, or if the caller wants that and nothing is under way."""
+        if self._counters.trouble or self._counters.pause == pause:
+            raise Trouble
+
     def _count(self, done: int) -> None:
         """Say how many replicas of this step are done."""
         self._own.replicas = self._done = done

@@ -85,13 +85,13 @@ class WorkerHandle:
 
     def heard(self) -> tuple[list[Any], bool]:
         """The messages that have come, and whether there may be more."""
-        messages: list[bytes] = []
+        messages, more = list[bytes](), True
         try:
             while not messages or self.channel.poll():
                 messages.append(self.channel.recv_bytes())
         except (EOFError, OSError):
-            return [pickle.loads(message) for message in filter(None, messages)], False  # noqa: S301  from a child
-        return [pickle.loads(message) for message in filter(None, messages)], True  # noqa: S301  of this process
+            more = False
+        return [pickle.loads(message) for message in filter(None, messages)], more  # noqa: S301  from a child
 
     def wake(self) -> None:
         """Tell it that something has been granted."""

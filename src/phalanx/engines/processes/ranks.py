@@ -19,11 +19,10 @@ from phalanx.engines.hosts.link import HostLink
 from phalanx.engines.hosts.ranks import Exchange, Spread, levels
 from phalanx.engines.hosts.transport import Transport, connected, reached
 from phalanx.engines.processes.link import ArenaLink
-from phalanx.errors import RunError, Trouble
+from phalanx.errors import RunError
 from phalanx.plan import share_weights
 from phalanx.plan.fold import Fold
 from phalanx.plan.lifecycle import Stage
-from phalanx.seams import Framework
 from phalanx.seams.records import Part, Vector, losses_of, with_losses
 from phalanx.shared.counters import LEAVE
 from phalanx.shared.memory import Memory
@@ -124,7 +123,9 @@ class RankLink(ArenaLink):
         return super().all_gather(with_losses(parts, itertools.repeat(0.0)))
 
     def mean(self, weight: float) -> Vector:
-        over = functools.partial(_divided, self._framework, weight)
+        def over(mean: Any) -> Any:
+            return mean if weight == 1 else self._framework.arithmetic.divide([mean], weight)[0]
+
         with self._exchange.watched():
             transport, masks = self._joined(), self._present()
             self._masks_of_step = [mask.replace(MISTAKEN, b"\1") for mask in masks]
@@ -216,7 +217,11 @@ class RankLink(ArenaLink):
         """Say which gradients this worker's sums have, or that others came than were foreseen; returns the sums."""
         right = self._early is not None and self._early.right
         mine = [] if right else self._folded()
-        rows = self._early.there if self._early and right else [_there(vector) for vector in mine]
+        rows = (
+            self._early.there
+            if self._early and right
+            else [None if vector is None else bytes(entry is not None for entry in vector) for vector in mine]
+        )
         if self._early and not right:
             rows = [row and row.replace(b"\1", MISTAKEN) for row in rows]
         for number, (position, row) in enumerate(zip(self.publications.own, rows, strict=True)):
@@ -237,11 +242,6 @@ class RankLink(ArenaLink):
                 self._transport.close()
             self._transport, self._generation = self._connect(generation, self._check), generation
         return self._transport
-
-    def _check(self, pause: int = -1) -> None:
-        """Leave the step if another worker failed, or if the caller wants that and nothing is under way."""
-        if self._counters.trouble or self._counters.pause == pause:
-            raise Trouble
 
 
 class HostRankLink(RankLink, HostLink):
@@ -266,16 +266,7 @@ class HostRankLink(RankLink, HostLink):
         return self._masks
 
 
-def _there(vector: Vector | None) -> bytes | None:
-    """Which entries a vector has."""
-    return None if vector is None else bytes(entry is not None for entry in vector)
-
-
 def _named_alike(parts: Sequence[Part], first: Part) -> list[Part]:
     """The same parts, with the names of the first replica's losses where a replica had no samples."""
     absent = dict.fromkeys(first.named or (), (0.0, 0.0))
     return [part if part.named else part._replace(named=absent) for part in parts]
-
-
-def _divided(framework: Framework, weight: float, mean: Any) -> Any:
-    return mean if weight == 1 else framework.arithmetic.divide([mean], weight)[0]

@@ -13,8 +13,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
@@ -71,9 +70,12 @@ class Worker:
 
     def __init__(self, caller: DriverChannel, setup: dict[str, Any], memories: Memories, number: int) -> None:
         warnings.showwarning = self._pass_on
-        signal.signal(signal.SIGINT, _left_to_the_caller)
+        # Ctrl-C is the caller's, who says in the counters when to stop. Raised here, it could strike anywhere.
+        # This is a handler because programs that user code starts would inherit an ignored signal.
+        signal.signal(signal.SIGINT, lambda *_: None)
         self._caller, self._mailbox, self._number = caller, memories.mailbox, number
-        self._placement, self._step, self._timer = setup["placement"], 0, SnapshotTimer()
+        self._placement, self._step = setup["placement"], 0
+        self._pace = self._saving = 0.0  # seconds of the latest step, and of the latest snapshot in memory
         self._definition = unpacked(setup)
         self._device = setup["devices"][number] if setup["devices"] else "cpu"
         self._framework: Framework = open_framework(self._definition, [self._device], allow=bool(setup["allow"]))
@@ -189,7 +191,8 @@ class Worker:
         started, lr = time.perf_counter(), self._framework.lr
         self._framework.following = functools.partial(self._following, t + 1) if self._counters.kind == STEPS else None
         if self._counters.snapshot_due == t:
-            self._timer.keep(self._save)
+            self._save()
+            self._saving = time.perf_counter() - started
         self._link.begin(t, shares)
         proposal = self._twice.propose(self._link, t, shares)
         if self._gradients is not None:
@@ -213,7 +216,7 @@ class Worker:
             failed = error
         if self._number == 0:
             ended = time.perf_counter()
-            self._timer.pace = ended - started
+            self._pace = ended - started
             self._counters.finish(t, ended)
             self._wake_caller(idle=False)
         if failed is not None:
@@ -234,8 +237,9 @@ class Worker:
         counters.reports.write(t, done.parts, done.named, done.loss, done.norm, lr, samples, started, ended)
         if counters.snapshot_due == t:
             counters.snapshot_step = t  # all have passed a barrier since they saved
+        interval = self._saving / (SHARE * self._pace) if self._pace else 1
         counters.snapshot_due = next_snapshot(
-            t, counters.snapshot_due, self._timer.interval(), eager=counters.eager, held=bool(counters.held)
+            t, counters.snapshot_due, interval, eager=counters.eager, held=bool(counters.held)
         )
 
     def _come_to(self, step: int) -> None:
@@ -316,34 +320,3 @@ class Worker:
             self._caller.tell("warning", str(message), category, filename, line)
         except (TypeError, AttributeError, pickle.PicklingError):
             self._caller.tell("warning", str(message), UserWarning, filename, line)
-
-
-class SnapshotTimer:
-    """Times snapshots in memory.
-
-    Attributes
-    ----------
-    pace : float
-        Seconds of the latest step.
-    """
-
-    def __init__(self) -> None:
-        self.pace = 0.0
-        self._seconds = 0.0
-
-    def keep(self, save: Callable[[], None]) -> None:
-        """Save, and note how long it took."""
-        began = time.perf_counter()
-        save()
-        self._seconds = time.perf_counter() - began
-
-    def interval(self) -> float:
-        """Steps from one snapshot to the next."""
-        return self._seconds / (SHARE * self.pace) if self.pace else 1
-
-
-def _left_to_the_caller(number: int, frame: FrameType | None) -> None:
-    """Ignore Ctrl-C: the caller's process says in the counters when to stop. Raised here, it could strike anywhere.
-
-    This is a handler because programs that user code starts would inherit an ignored signal.
-    """

@@ -208,7 +208,10 @@ def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequ
     code = 1
     try:
         os.setpgid(0, 0)
-        _die_with_parent(zygote)
+        _control(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever it is doing then
+        _control(PR_SET_TIMERSLACK, 1000)  # naps end on time
+        if os.getppid() != zygote:  # it died before that
+            os._exit(1)
         keep_freed()
         for fd in inherited:
             os.close(fd)
@@ -241,11 +244,3 @@ def _control(option: int, value: int) -> None:
     """Ask the kernel for something, where it is Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
-
-
-def _die_with_parent(zygote: int) -> None:
-    """The kernel ends this process with its parent, whatever it is doing then."""
-    _control(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _control(PR_SET_TIMERSLACK, 1000)  # naps end on time
-    if os.getppid() != zygote:  # it died before that
-        os._exit(1)
