@@ -124,7 +124,7 @@ class Recipe(Definition):
         @functools.wraps(Definition.__init__)
         def __init__(self, *arguments: object, **fields: object) -> None:
             if wrong := [name for name in fields if name not in FIELDS]:
-                raise UsageError(unknown(wrong[0], FIELDS | set(DEFAULTS), DEFAULTS))
+                raise UsageError(unknown(wrong[0], FIELDS, DEFAULTS))
             super().__init__(*arguments, **fields)
             if self.batch_sampler is None:
                 checks.shares(self.global_batch, self.replicas, self.micro_batches)
@@ -392,4 +392,6 @@ def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> 
     """
     options = {name: value for name, value in arguments.items() if name in DEFAULTS}
     fields = {name: value for name, value in arguments.items() if name not in options}
+    if wrong := [name for name in fields if name not in FIELDS]:
+        raise UsageError(unknown(wrong[0], FIELDS | set(DEFAULTS)))
     return Recipe(make_model, data, loss_fn, **fields).train(**options)  # type: ignore[arg-type]

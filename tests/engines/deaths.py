@@ -82,8 +82,8 @@ class Trapped:
         owner, name = (Shard, "_kept") if self.place == "half saved" else (update, applied)
         original, trap = getattr(owner, name), self
 
-        def kept(shard, present):
-            for count, pair in enumerate(original(shard, present)):
+        def kept(shard):
+            for count, pair in enumerate(original(shard)):
                 if count == 1:
                     trap.spring()
                 yield pair
