@@ -93,10 +93,17 @@ JOINED = {
     "numpy": ([np.ones((2, 3)), np.ones((1, 3))], [2, 1], "float64[3, 3]"),
 }
 REFUSED = {
-    "items or outputs": ([[rows(8, 4)] * 8] * 2, [8, 8], "a list of 8 for chunks of as many samples.*tuple or dict"),
+    "items or outputs": (
+        [[rows(8, 4)] * 8] * 2,
+        [8, 8],
+        "a list of 8 items for chunks of 8 samples, and each item has 8 rows.*tuple or dict",
+    ),
     "squeezed": ([rows(8), rows(1)[0]], [8, 1], r"float32\[8\] for 8, float32\[\] for 1 samples.*axis of squeeze"),
     "squeezed in a dict": ([{"a": rows(8)}, {"a": rows(1)[0]}], [8, 1], r"output\['a'\] is float32\[8\] for 8"),
     "padded": ([rows(8, 5), rows(8, 6)], [8, 8], r"float32\[8, 5\] for 8, float32\[8, 6\].*unlike rows.*pad to one"),
+    "two dtypes": ([rows(8).long(), rows(8)], [8, 8], r"int64\[8\] for 8, float32\[8\] for 8.*one shape and dtype"),
+    "tuples of unlike lengths": ([HEADS, (*HEADS, rows(8))], [8, 8], "unlike rows"),
+    "a list and a tuple": ([[rows(8)] * 3, (rows(8),) * 2], [8, 8], "unlike rows|no row"),
     "packed": ([packed(3, 2), packed(1)], [2, 1], "PackedSequence.*unpack_sequence"),
     "packed, unsorted": ([packed(2, 3, enforce_sorted=False)], [2], "PackedSequence.*unpack_sequence"),
     "lists and tensors": ([[rows(3)] * 8, rows(8, 3)], [8, 8], "unlike rows; pass forward_fn"),

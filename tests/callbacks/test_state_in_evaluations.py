@@ -197,6 +197,49 @@ def test_what_decides_nothing_is_warned_of_once(engine):
         assert len(told) == 1
 
 
+class Several(Late):
+    """An object that computes several values."""
+
+    def compute(self):
+        return {"acc": super().compute(), "other": 1.0}
+
+
+def test_a_value_of_an_object_decides():
+    """What an object computes has a name only afterwards: it is refused, too, if the run goes by such a value."""
+    recipe = phalanx.Recipe(linear, (X, Y), F.cross_entropy, replicas=4, batch_size=50, epochs=2)
+    evaluation = phalanx.Evaluation([Several(), accuracy], (HELD_OUT, TARGETS), batch_size=16)
+    for name in ("acc", "Several/acc"):
+        with pytest.raises(phalanx.StateError, match="metric 'Several'"):
+            recipe.train(evaluation=evaluation, callbacks=[EarlyStopping(name, mode="max")], engine="inline")
+    with pytest.warns(UserWarning, match="metric 'Several'"):
+        recipe.train(evaluation=evaluation, callbacks=[EarlyStopping("accuracy")], engine="inline")
+
+
+def test_another_evaluation_decides_nothing():
+    """A metric of one name in two evaluations: the run goes by one of them, and the other is a warning."""
+    recipe = phalanx.Recipe(linear, (X, Y), F.cross_entropy, replicas=4, batch_size=50, epochs=2)
+    both = {
+        "test": phalanx.Evaluation({"acc": accuracy}, (HELD_OUT, TARGETS), batch_size=16),
+        "train": phalanx.Evaluation({"acc": Running()}, (X, Y), batch_size=16),
+    }
+    with pytest.warns(UserWarning, match="metric 'acc' of samples"):
+        recipe.train(evaluation=both, callbacks=[EarlyStopping("test/acc", mode="max")], engine="inline")
+    with pytest.raises(phalanx.StateError, match="metric 'acc'"):
+        recipe.train(evaluation=both, callbacks=[EarlyStopping("train/acc", mode="max")], engine="inline")
+
+
+def test_a_metric_that_was_warned_of_decides():
+    """Evaluated by hand it was a warning. Where the run goes by it, it ends the run all the same."""
+    recipe = phalanx.Recipe(linear, (X, Y), F.cross_entropy, replicas=4, batch_size=50, epochs=2)
+    metric = Running()
+    evaluation = phalanx.Evaluation({"acc": metric}, (HELD_OUT, TARGETS), batch_size=16)
+    with recipe.start(evaluation=evaluation, callbacks=[EarlyStopping("acc")], engine="inline") as run:
+        with pytest.warns(UserWarning, match="metric 'acc'"):
+            run.evaluate({"acc": metric}, (HELD_OUT, TARGETS), batch_size=16)
+        with pytest.raises(phalanx.StateError, match="metric 'acc'"):
+            run.finish()
+
+
 def test_evaluations_by_hand_are_watched():
     """run.evaluate and run.predict warn, and say what was seen; a second call does not measure twice.
 

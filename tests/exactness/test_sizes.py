@@ -101,6 +101,15 @@ def test_the_first_evaluation_refuses_it(metric, workers):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("options", [{"engine": "inline"}, {"workers": 2}], ids=str)
+def test_each_function_is_looked_at(options):
+    """Two functions without names of their own are two metrics: the second one is refused as if it were the first."""
+    with recipe(lambda output, target: F.mse_loss(output, target[:, None])).start(**options) as run:
+        run.evaluate(lambda output, target: output.mean(), (X, Y))
+        with pytest.raises(phalanx.UsageError, match=r"shape \(16, 1\)"):
+            run.evaluate(lambda output, target: F.mse_loss(output, target), (X, Y), batch_size=16)
+
+
 def test_with_auto(monkeypatch):
     """A metric that is first measured by workers, to which the run has moved."""
     made = recipe(target_fn=lambda batch: batch[1][:, None])

@@ -425,3 +425,43 @@ def test_a_run_inside_forward_leaves_the_current_step():
     assert told.loss_history == list(range(9))
     with pytest.raises(phalanx.UsageError, match="no step is computed"):
         phalanx.current_step()
+
+
+class Shown(Annealed):
+    """Reads what it may have: an attribute of its own, a long list, a dict by key."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.scales, self.named = 0.25, [1.0] * 40, {"a": 1.0, "b": 2.0}
+
+    def __call__(self, output, target):
+        return (
+            super().__call__(output, target)
+            * len(self.scales)
+            * self.named.get("a", getattr(self, "gain", 0.5) + self.gain)
+        )
+
+
+LOST = {
+    "loss_fn.gain was 0.25 and is gone": lambda loss: delattr(loss, "gain"),
+    "loss_fn.scales (its length) was 40 and is 39": lambda loss: loss.scales.pop(),
+    "loss_fn.named['a'] was 1.0 and is gone": lambda loss: loss.named.update(c=loss.named.pop("a")),
+}
+
+
+@pytest.mark.parametrize("options", [{"engine": "inline"}, {"workers": 2}], ids=str)
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_gone_is_refused_by_name(name, options):
+    """An attribute, an item of a long list, a key: what a callback takes away is a change, too."""
+    loss = Shown()
+    with pytest.raises(phalanx.UsageError) as caught:
+        recipe(loss).train(callbacks=[at(4, lambda _: LOST[name](loss))], progress=False, **options)
+    assert name in str(caught.value)
+
+
+def test_a_long_list_that_grows_is_one_warning():
+    """As a short one: whoever adds to it counts or logs, more often than not."""
+    loss = Shown()
+    with pytest.warns(UserWarning, match=r"adds to loss_fn.scales \(its length\)") as told:
+        recipe(loss).train(callbacks=[lambda report: loss.scales.append(1.0)], engine="inline", progress=False)
+    assert len(told) == 1

@@ -206,8 +206,8 @@ class Metrics:
     ----------
     watched : bool
         Whether a chunk is measured again, which reveals what code keeps from chunk to chunk.
-    decisive : str
-        The metrics by which the run goes, between slashes.
+    decisive : container of str
+        Those of the metrics by which the run goes.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Metrics:
             )
         self.forward_fn, self.target_fn, self.collate_fn = forward_fn, target_fn, collate_fn
         self.targets = targets
-        self.watched, self.decisive = False, ""
+        self.watched, self.decisive = False, frozenset[str]()
         self._single = single
         self._metrics = _named(metric_fn)
 
@@ -245,6 +245,16 @@ class Metrics:
     def names(self) -> dict[str, bool]:
         """The metrics' names, and whether each is the whole name: objects may compute several values."""
         return {name: isinstance(metric, Mean) for name, metric in self._metrics.items()}
+
+    @property
+    def key(self) -> Any:
+        """The names and code of its functions: the same if a loop makes a function anew each time."""
+        functions = [
+            self.forward_fn,
+            self.target_fn,
+            *(each for one in self._metrics.values() for each in vars(one).values()),
+        ]
+        return (*self._metrics, *(getattr(each, "__code__", type(each)) for each in functions))
 
     def with_outputs(self) -> Metrics:
         """The same metrics, and the outputs after them."""
@@ -442,6 +452,16 @@ def meant(metric: str, names: Iterable[str]) -> str | None:
     if len(ending) > 1:
         raise UsageError(f"metric {metric!r} may be {' or '.join(ending)}; name one of them in full")
     return ending[0] if ending else None
+
+
+def deciding(metrics: Iterable[str], names: Mapping[str, bool]) -> frozenset[str]:
+    """Of the names of metrics, those that ``metrics`` mean, or an object's that may compute what they mean."""
+    found = set[str]()
+    for metric in metrics:
+        several = [name for name, alone in names.items() if not alone]
+        exact = [name for name in names if meant(metric, [name])]
+        found.update(exact or [name for name in several if metric.startswith(f"{name}/")] or several)
+    return frozenset(found)
 
 
 def check_metric(argument: str, metric: str, names: Mapping[str, bool]) -> None:

@@ -15,11 +15,11 @@ from phalanx.errors import UsageError
 SHOWN = 3  # outputs that a message shows
 JOINED = (
     "{} is {} samples, which {}; pass {}: ... that returns one, or a list with an item for each, as list(output) is, "
-    "or unpack_sequence(output) of a PackedSequence. Rows are of one shape in all chunks: pad to one length, and name "
-    "the axis of squeeze(), which removes that of a lone sample, too"
+    "or unpack_sequence(output) of a PackedSequence. Rows are of one shape and dtype in all chunks: pad to one "
+    "length, and name the axis of squeeze(), which removes that of a lone sample, too"
 )
 TWO_WAYS = (
-    "{} is a list of {} for chunks of as many samples, and each item has a row for each: it may be an item for each "
+    "{0} is a list of {1} items for chunks of {1} samples, and each item has {1} rows: it may be an item for each "
     "sample, or several outputs; return several as a tuple or dict, or take another batch_size"
 )
 
@@ -54,7 +54,7 @@ def joined(outputs: Sequence[Any], samples: Sequence[int], name: str) -> Any:
     elif len(sizes) == 1 and -1 not in sizes:
         columns = enumerate(zip(*outputs, strict=True))
         return type(first)([joined(column, samples, f"{name}[{at}]") for at, column in columns])
-    elif rows and len({getattr(output, "shape", "list")[1:] for output in outputs}) == 1:
+    elif rows and all(map(is_array, outputs)) and len({(output.shape[1:], output.dtype) for output in outputs}) == 1:
         return concatenated(outputs)
     shown = dict.fromkeys(
         f"{checks.outline(output)} for {count}" for output, count in zip(outputs, samples, strict=True)

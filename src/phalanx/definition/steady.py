@@ -6,7 +6,7 @@ if it matters, it is found where a replica is computed twice.
 
 Only what the code can read is compared: globals and variables that it names, and attributes whose names it says
 somewhere. So a callback may keep what it likes in an object that a loss hangs on. Not seen: contents of arrays, long
-containers but for their lengths, names that are put together (getattr), environment variables, files.
+containers and sets but for their lengths, names that are put together (getattr), environment variables, files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FOUND = 2000  # objects that make_model leads to, among which classes are looked
 SHOWN = 80  # letters of two values
 CELL = operator.attrgetter("cell_contents")
 KINDS = (type, FunctionType, MethodType, BuiltinFunctionType, set, frozenset)
-EMPTY, LENGTH = object(), " (its length)"
+EMPTY, LENGTH, GONE = object(), " (its length)", "gone"
 OUTSIDE = "a callback, or code around the run,"
 
 
@@ -75,7 +75,7 @@ class Steady:
         self._reads, self._known = self._look()
 
     def check(self, steps: int) -> None:
-        """Refuse what became another value since steps ended; what only grew is a warning, once.
+        """Refuse what became another value since steps ended; what only grew, or was None, is a warning, once.
 
         Raises
         ------
@@ -85,9 +85,12 @@ class Steady:
         if self._same():
             return
         reads, known = self._look()
-        for path, new in known.items():
+        before = zip(self._known.items(), self._reads, strict=True)
+        left = {path: _got(*read) for (path, old), read in before if path not in known and old is not None}
+        gone = {path: GONE for path, now in left.items() if now is EMPTY or now is None}  # else only out of sight
+        for path, new in (gone | known).items():
             old = self._known.get(path)
-            if _alike(old, new):
+            if new is not GONE and _alike(old, new):
                 continue
             if old is not None and not (path.endswith(LENGTH) and new > old):
                 texts = f"was {old} and is {new} now" if len(f"{old}{new}") < SHOWN else "is another one now"
@@ -159,6 +162,11 @@ def _got(get: Callable[[Any], Any], key: Any) -> Any:
         return EMPTY
 
 
+def _size(value: Any, size: int) -> int:
+    """How long it is: as long as no length changes, the very same number, as all values are compared."""
+    return size if (now := len(value)) == size else now
+
+
 def _base(value: Any) -> Any:
     """The built-in class of a container: the methods of a subclass may run the user's code."""
     return next(kind for kind in CONTAINERS if isinstance(value, kind))
@@ -167,8 +175,8 @@ def _base(value: Any) -> Any:
 def _reads(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
     """The step to each part of a value that code with these names can read, and get(key), which reads it again."""
     if isinstance(value, CONTAINERS):
+        yield LENGTH, functools.partial(_size, value), len(value)
         if len(value) <= FEW:
-            yield LENGTH, len, value
             usual = _base(value)
             for number, key in enumerate([*usual.__iter__(value)]):
                 if isinstance(value, dict):  # get adds nothing to a defaultdict

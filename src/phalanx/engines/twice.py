@@ -292,9 +292,9 @@ class Twice:
             after = look(other), look(own)
             changed = put_back(kept)
             fresh = (look(other), look(own)) if changed else after
-            names = differing(metrics.names, [(first, after[1]), *zip(after, fresh, strict=True)]) - self._doubted
-            decide = [] if self._lenient else [name for name in names if f"/{name}/" in metrics.decisive]
-            for name in decide or sorted(names):
+            names = differing(metrics.names, [(first, after[1]), *zip(after, fresh, strict=True)])
+            decide = not self._lenient and names & metrics.decisive
+            for name in sorted(decide or names - self._doubted):
                 what = f"metric {name!r} of samples {spell_samples(own.samples)} came to something else when they were"
                 seen = ", ".join(dict.fromkeys(changed)) or UNSEEN
                 message = f"{what} measured again, from the same weights; what changed in between: {seen}. {KEEPS}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from phalanx.definition.batches import Unchanged
 from phalanx.definition.checks import comparing, warn
 from phalanx.definition.data import spelled
-from phalanx.definition.evaluation import WATCHED, Evaluation, Metrics, Predictions, check_metric, meant
+from phalanx.definition.evaluation import WATCHED, Evaluation, Metrics, Predictions, check_metric, deciding, meant
 from phalanx.definition.fields import Definition
 from phalanx.definition.steady import Steady
 from phalanx.definition.streams import Supply
@@ -75,8 +75,11 @@ class Loop:
         self._engine = engine
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting, self._names = waiting, dict[str, bool]()
-        self._compared = set[Any]()  # metrics that were folded, by names
-        self._decisive = "".join([f"/{metric}/" for _, metric in waiting])
+        self._compared = set[Any]()  # metrics that were folded
+        names = {
+            each.full(name): alone for each in evaluations for name, alone in each.metrics(single=False).names.items()
+        }
+        self._decisive = deciding([metric for _, metric in waiting], names)
         self._counts = Counter[Any]()  # of each evaluation
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
@@ -320,7 +323,8 @@ class Loop:
     def evaluate(self, due: Evaluation, *, planned: bool = False) -> dict[str, float]:
         """Evaluate the current state, or averaged weights if there are; record values by their full names."""
         metrics = due.metrics(single=self._definition.batch_size is None)
-        metrics.decisive = self._decisive if planned else ""
+        if planned:
+            metrics.decisive = frozenset(name for name in metrics.names if due.full(name) in self._decisive)
         values = self._measured(metrics, due.data, due.batch_size, key=id(due) if planned else None)
         named = {due.full(metric): value for metric, value in values.items()}
         self._engine.run_state.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
@@ -376,7 +380,7 @@ class Loop:
     ) -> dict[str, Any]:
         """The values of metrics over all of ``data``; ``key``: of an evaluation that is repeated."""
         self.check_able()
-        key = key or tuple(metrics.names)
+        key = key or metrics.key
         metrics.watched = self._engine.run_state.allow is not None and self._counts[key] in WATCHED
         with contextlib.ExitStack() as after:
             if self._followed:
@@ -384,7 +388,7 @@ class Loop:
                 after.callback(self._code.settle)
             readings = self._engine.evaluate(metrics, data, batch_size, weights or self.left().get("averaged"))
             try:
-                with comparing(self._compared, tuple(metrics.names)):
+                with comparing(self._compared, metrics.key):
                     values = metrics.fold(readings, self._definition.seed)
             except PhalanxError:
                 raise

@@ -286,7 +286,7 @@ class Lane:
         with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
             self.buffers.begin()
             try:
-                comparing = checks.comparing(self._ambiguous.compared, tuple(metrics.names))
+                comparing = checks.comparing(self._ambiguous.compared, metrics.key)
                 with comparing, interrupts.held(), interrupts.user_code():
                     values = self._forwards[0].evaluated(metrics, self._read_batch(key, share), share.origin)
             finally:
