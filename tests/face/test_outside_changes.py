@@ -465,3 +465,24 @@ def test_a_long_list_that_grows_is_one_warning():
     with pytest.warns(UserWarning, match=r"adds to loss_fn.scales \(its length\)") as told:
         recipe(loss).train(callbacks=[lambda report: loss.scales.append(1.0)], engine="inline", progress=False)
     assert len(told) == 1
+
+
+class Boxed:
+    """A loss whose factor is an object of its own."""
+
+    def __init__(self):
+        self.factor = types.SimpleNamespace(low=1.0)
+
+    def __call__(self, output, target):
+        factor = self.factor
+        return F.cross_entropy(output, target) * (factor.high if hasattr(factor, "high") else factor.low)
+
+
+def test_a_change_is_not_told_as_an_addition():
+    """An object in another's place may have more attributes: the error comes alone, without the warning."""
+    loss = Boxed()
+    with pytest.raises(phalanx.UsageError, match=r"loss_fn\.factor\.low was 1\.0 and is 2\.0"):
+        recipe(loss).train(
+            callbacks=[at(4, lambda _: setattr(loss, "factor", types.SimpleNamespace(high=1.0, low=2.0)))],
+            engine="inline", progress=False,
+        )  # fmt: skip

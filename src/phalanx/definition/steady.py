@@ -88,6 +88,7 @@ class Steady:
         before = zip(self._known.items(), self._reads, strict=True)
         left = {path: _got(*read) for (path, old), read in before if path not in known and old is not None}
         gone = {path: GONE for path, now in left.items() if now is EMPTY or now is None}  # else only out of sight
+        added = list[str]()
         for path, new in (gone | known).items():
             old = self._known.get(path)
             if new is not GONE and _alike(old, new):
@@ -99,12 +100,13 @@ class Steady:
                     "this would count in some engines only. Compute it where it is read, from phalanx.current_step() "
                     "or phalanx.current_epoch(); what only counts or logs, keep where the recipe's code does not read"
                 )
-            if not self._warned:
-                self._warned = True
-                checks.warn(
-                    f"{OUTSIDE} adds to {path}, which the recipe's code can read; workers have copies and do not see "
-                    "that, so nothing that is computed may follow from it"
-                )
+            added.append(path)
+        if added and not self._warned:
+            self._warned = True
+            checks.warn(
+                f"{OUTSIDE} adds to {added[0]}, which the recipe's code can read; workers have copies and do not see "
+                "that, so nothing that is computed may follow from it"
+            )
         self._reads, self._known = reads, known
 
     def settle(self) -> None:
