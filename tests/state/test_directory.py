@@ -435,14 +435,18 @@ class Disk:
 
 
 def test_a_disk_that_is_full_at_any_byte(tmp_path, monkeypatch):
-    """Whatever fits: there are whole lines only, in order, those before all of them, and those after when it fits."""
+    """Whatever fits: there are whole lines only, in order, those before all of them, and those after when it fits.
+
+    A warning says that lines are lost, once.
+    """
     lines = [{"event": "step", "time": 0, "text": "x" * number} for number in range(4)]
     written = [json.dumps(line).encode() + b"\n" for line in lines]
     for room in range(sum(map(len, written)) + 1):
         path = tmp_path / str(room)
         descriptor = files.open_log(path)
-        found = files.LineFile(descriptor)
-        with monkeypatch.context() as patched:
+        found = files.LineFile(descriptor, path)
+        with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             disk = Disk(patched, room, most=1 + room % 7)
             for line in written[:3]:
                 found.add(line)
@@ -450,6 +454,8 @@ def test_a_disk_that_is_full_at_any_byte(tmp_path, monkeypatch):
             disk.room = 1 << 20
             found.add(written[3])
         os.close(descriptor)
+        assert len(told) == (room < sum(map(len, written[:3])))
+        assert all(f"{str(path)!r} are lost: No space left" in str(each.message) for each in told)
         fitting = [line for number, line in enumerate(lines[:3]) if sum(map(len, written[:number])) < room]
         assert events(path) == [*fitting, lines[3]]
 
