@@ -158,6 +158,9 @@ def test_states_of_runs(job, tmp_path):
         next(run)
         assert state() == "running"
     assert state() == "interrupted"
+    (tmp_path / "runs" / "a" / "lock").unlink()
+    assert state() == "interrupted"
+    assert not (tmp_path / "runs" / "a" / "lock").exists(), "looking writes nothing"
 
     with recipe.start(**options) as run:
         run.stop("me")

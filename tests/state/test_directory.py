@@ -11,13 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import warnings
 
 import pytest
 
 import phalanx
 from phalanx.checkpoint import files
 from phalanx.checkpoint.directory import RunDirectory
-from tests.state.runs import NEWER, OLDER, assert_same, engine_of, folder_of, listed, norm_recipe, steps_in
+from tests.state.runs import NEWER, OLDER, assert_same, bytes_of, engine_of, folder_of, listed, norm_recipe, steps_in
 
 # Children only look at descriptors; where jax is loaded it warns of every fork.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
@@ -106,6 +108,11 @@ def test_two_runs_that_both_got_the_lock(tmp_path, wanted, monkeypatch, snapshot
         with pytest.raises(phalanx.SnapshotError, match="another run has begun") as ended:
             first.finish()
         assert ended.value.result.steps == 3, "the state is whole"
+        written = bytes_of(tmp_path / "run")
+        for _ in range(2):  # also of a caller who does not take the first error for an end
+            with pytest.raises(phalanx.SnapshotError, match="another run has begun"):
+                first.finish()
+        assert bytes_of(tmp_path / "run") == written
     with later:
         later.finish()
     result = later.result()
@@ -528,3 +535,15 @@ def test_gluing_would_be_noticed(tmp_path, monkeypatch):
     os.close(descriptor)
     with pytest.raises(json.JSONDecodeError):
         events(tmp_path / "log")
+
+
+def test_who_lists_runs_refuses_no_start(tmp_path):
+    """Whoever looks whether a run is at work has its lock for a moment: a run that starts just then waits for that."""
+    (tmp_path / "lock").touch()
+    with open(tmp_path / "lock") as lock:
+        files.fcntl.flock(lock, files.fcntl.LOCK_SH)
+        threading.Timer(0.05, files.fcntl.flock, (lock, files.fcntl.LOCK_UN)).start()
+        RunDirectory(tmp_path, 1).close()
+        files.fcntl.flock(lock, files.fcntl.LOCK_SH)
+        with pytest.raises(phalanx.UsageError, match="another run"):
+            RunDirectory(tmp_path, 1)

@@ -53,7 +53,10 @@ def facts(run_dir, result):
         "losses": repr(result.loss_history),
         "metrics": repr([(each.name, each.steps, each.value) for each in result.metric_history]),
         "average": {name: value.numpy().tobytes() for name, value in (result.averaged or {}).items()},
-        "best": (str(result.best), result.best.path.read_bytes()),  # an older file may stay until the run goes on
+        "best": (
+            str(result.best),
+            result.best and result.best.path.read_bytes(),
+        ),  # an older file may stay until the run goes on
         "log.csv": (run_dir / "log.csv").read_bytes(),
         "chain.jsonl": (run_dir / "chain.jsonl").read_bytes(),
         "left": [path.name for path in run_dir.rglob(".tmp-*")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import pathlib
 import re
@@ -52,6 +53,7 @@ class RunDirectory:
         self.path = pathlib.Path(path)
         self._keep = keep
         self.before_writing: list[Callable[[], None]] = []
+        self.taken: SnapshotError | None = None  # by another run; whatever writes next raises it, too
         self._held = files.Held()
         try:
             self.root = _made(self.path)
@@ -87,10 +89,12 @@ class RunDirectory:
         """
         if self.held and os.pread(self._lock, len(self._mine), 0) != self._mine:
             self.close()
-            raise SnapshotError(
+            self.taken = SnapshotError(
                 f"another run has begun in {str(self.path)!r}, whose file system gave both of them the lock, so this "
                 "one ends and writes no more; give each run a directory of its own, or a file system with locks"
             )
+        if self.taken is not None:
+            raise self.taken
 
     def check_own(self, step: int) -> None:
         """Refuse to go on from the snapshot of a step if somebody else may have put it there.
@@ -217,11 +221,12 @@ class EventLog(Observer):
 
 
 def at_work(path: pathlib.Path) -> bool:
-    """Whether a run works in a directory now."""
-    try:
-        os.close(files.locked(path / LOCK))
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
+    """Whether a run works in a directory now, as far as this user may look."""
+    with contextlib.suppress(OSError), os.fdopen(files.opened(path / LOCK, os.O_RDONLY)) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 

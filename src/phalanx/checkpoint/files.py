@@ -16,6 +16,7 @@ import pathlib
 import shutil
 import stat
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
@@ -170,12 +171,14 @@ def is_there(path: pathlib.Path) -> bool:
 def of_others(paths: Iterable[pathlib.Path]) -> str:
     """Which of these somebody else may have written, in words; "" where only this user, its group or root could.
 
-    A shared group is meant (umask 002, volumes of containers). Root goes on with anybody's, as containers do.
+    A shared group is meant (umask 002, volumes of containers). Root goes on with anybody's, as containers do,
+    but not with what everybody may write.
     """
     for path in paths:
         with contextlib.suppress(OSError):
             facts = os.lstat(path)
-            if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX and not stat.S_ISLNK(facts.st_mode):
+            sticky = stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX
+            if facts.st_mode & stat.S_IWOTH and not sticky and not stat.S_ISLNK(facts.st_mode):
                 return f"{str(path)!r} may be written by everybody (mode {stat.S_IMODE(facts.st_mode):o})"
             if os.geteuid() and facts.st_uid not in (0, os.geteuid()):
                 return f"{str(path)!r} belongs to another user (uid {facts.st_uid})"
@@ -294,6 +297,7 @@ def locked(path: pathlib.Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             gc.collect()  # a holder that was dropped may wait for this
+            time.sleep(0.1)  # who lists runs has it for a moment
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(descriptor)

@@ -185,6 +185,8 @@ class Saver(Observer):
         if error is not None:
             why = f"the snapshot of step {self._saved} could not be written to {self._directory.path}: {error}"
             self._saved = -1
+            if error is self._directory.taken:
+                raise error
             if self._stop:
                 raise SnapshotError(why) from error
             checks.warn(f"{why}; the run goes on, and those before are whole")
