@@ -77,7 +77,7 @@ class Csv:
         self._held.let_go()
         self._held, self._columns = Held(), columns
         self._descriptor = self._held.add(files.open_log(self._csv))
-        self._log = files.LineFile(self._descriptor)
+        self._log = files.LineFile(self._descriptor, self._csv)
 
 
 def _text(columns: list[str], rows: Sequence[Mapping[str, Any]]) -> bytes:

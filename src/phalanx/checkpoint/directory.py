@@ -57,7 +57,7 @@ class RunDirectory:
             self.root = _made(self.path)
             self._lock, self._mine = self._held.add(files.locked(self.root / LOCK)), uuid.uuid4().hex.encode()
             os.pwrite(self._lock, self._mine, 0)
-            self._log = files.LineFile(self._held.add(files.open_log(self.root / LOG)))
+            self._log = files.LineFile(self._held.add(files.open_log(self.root / LOG)), self.root / LOG)
             for folder in (self.root, self.root / SNAPSHOTS):
                 files.clear_away(folder)
         except BaseException as error:

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
+from phalanx.definition import checks
 from phalanx.errors import SnapshotError
 from phalanx.surroundings import presence
 
@@ -199,7 +200,7 @@ def _beside(path: pathlib.Path) -> pathlib.Path:
 
 
 class LineFile:
-    """Adds lines to a file. What does not fit on the disk is left out, by whole lines.
+    """Adds lines to a file. What does not fit on the disk is left out, by whole lines, with a warning, once.
 
     If only a part of a line was written, the rest comes before the next line. If another process began the line, a line
     feed ends it, so that it can be told from whole ones.
@@ -208,10 +209,12 @@ class LineFile:
     ----------
     descriptor : int
         Of the file, as ``open_log`` gives it. Whoever opened it closes it.
+    path : pathlib.Path
+        Its name, for the warning.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, path: pathlib.Path) -> None:
+        self._descriptor, self._path, self._told = descriptor, path, False
         self._lock = threading.Lock()
         size = os.fstat(descriptor).st_size
         self._owed = b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
@@ -219,12 +222,17 @@ class LineFile:
     def add(self, line: bytes) -> None:
         """Write what is owed, then ``line``, which ends with a line feed; a disk that is full stops nothing."""
         with self._lock:
-            data, done = self._owed + line, 0
-            with contextlib.suppress(OSError):
+            data, done, failed = self._owed + line, 0, None
+            try:
                 while done < len(data):
                     done += os.write(self._descriptor, data[done:])
+            except OSError as error:
+                failed = error
             begun = done > len(self._owed)
             self._owed = data[done:] if begun else self._owed[done:]
+        if failed and not self._told:
+            self._told = True
+            checks.warn(f"lines of {str(self._path)!r} are lost: {failed.strerror}; the run goes on")
 
 
 class Held:
