@@ -145,7 +145,7 @@ def _legend(ax: Axes, pad: float = 1.0, beside: int = 4) -> None:
 def _scale(ax: Axes, values: np.ndarray) -> None:
     """A logarithmic scale for positive values that lie far apart; else no offset is taken out of the numbers."""
     positive = values[np.isfinite(values)]
-    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
+    if len(positive) and positive.min() > 0 and positive.max() > 50 * positive.min():
         ax.set_yscale("log")
     else:
         ax.ticklabel_format(axis="y", useOffset=False)
