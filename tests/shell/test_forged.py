@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,8 @@ from phalanx.checkpoint.directory import LOG, events
 from phalanx.cli import pages
 from phalanx.cli.sweeps import rows_of
 from phalanx.run import plots
+from phalanx.run.observers import ProgressBar
+from phalanx.seams.records import Evaluated, RunState, StepReport
 from phalanx.surroundings.presence import printable, say
 from tests.callbacks.jobs import evaluation, recipe
 from tests.shell.test_command_line import phalanx_command
@@ -209,3 +212,14 @@ def test_a_reader_has_types(runs):
     assert last == {"event": "error", "error": "E"}
     with pytest.raises(phalanx.UsageError, match=r"has no events\.jsonl"):
         list(events(runs))
+
+
+def test_a_bar_has_no_escapes(capsys):
+    """The name of a metric beside a progress bar is spelled, too."""
+    bar = ProgressBar(1, 0.0)
+    state = RunState(evaluated=[Evaluated(1, 0.5, "\x1b[2Jacc")])
+    bar.begin(SimpleNamespace(run_state=state, workers=1), SimpleNamespace(run_dir=None))
+    bar.step(StepReport(step=0, loss=1.0, grad_norm=0.0, lr=0.1, seconds=1.0, epoch=0, samples=1))
+    shown = capsys.readouterr().err
+    assert "\x1b[2J" not in shown
+    assert r"\x1b[2Jacc=0.5" in shown

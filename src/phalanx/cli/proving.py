@@ -111,7 +111,7 @@ def check_recipe(
     recipe, *_ = load_recipe(file, arguments or ())
     if into:  # the new process
         recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
-        echo(checked.trained(recipe, "", pathlib.Path(into), engine="inline").digest)
+        echo(str(checked.trained(recipe, "", pathlib.Path(into), engine="inline").digest))
         return
     named = devices.split(",") if devices else []
     rows: list[checked.Row] = []
