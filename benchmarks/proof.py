@@ -2,6 +2,7 @@
 
     python benchmarks/proof.py --save
     python benchmarks/proof.py --faults --save
+    python benchmarks/proof.py --bytes --save
 
 The cost of the chain is what its observer takes of a run's time; that of an audit is the ratio of runs that audit every
 step and none, taken in turn, divided by 100 for ``audit=0.01``. A campaign of faults flips single bits.
@@ -30,6 +31,7 @@ SECONDS = 8.0  # of a run whose chain is timed
 AUDITED = 10  # steps of each run with audits and without
 ROUNDS = 2
 RATES = (0.01, 0.1, 1.0)
+WRITTEN = 1000  # steps of a run whose files are measured
 SEEDS, STEPS = 4, 150
 COMPUTED = {"gradient": "a gradient", "batch": "a batch"}
 REMEMBERED = {"fold": "the fold", "update": "updated weights", "state": "updated optimizer state",
@@ -210,6 +212,17 @@ def kept() -> list[str]:
     return ["its checksum, when it is needed: " + f"{found} of {SEEDS}", ""]
 
 
+def written() -> str:
+    """The table of bytes that a step adds to the files of its run, by the number of replicas."""
+    rows = []
+    for replicas in (1, 2, 4, 8, 16):
+        with tempfile.TemporaryDirectory() as folder:
+            small(0, WRITTEN).replace(replicas=replicas).train(run_dir=folder, engine="inline", progress=False)
+            sizes = [(pathlib.Path(folder) / name).stat().st_size / WRITTEN for name in ("chain.jsonl", "events.jsonl")]
+        rows.append([str(replicas), *(f"{size:.0f}" for size in (*sizes, sum(sizes)))])
+    return step.markdown(["R", "chain.jsonl", "events.jsonl", "both"], rows)
+
+
 def found_faults() -> str:
     """The tables of faults."""
     rows = []
@@ -241,20 +254,23 @@ def found_faults() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", action="store_true", help="plant faults, instead of timing")
+    parser.add_argument("--bytes", action="store_true", help="measure what a step adds to its run's files, instead")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/proof*.md")
     arguments = parser.parse_args()
-    table = found_faults() if arguments.faults else costs()
-    title = "Faults that are found" if arguments.faults else "The cost of proofs"
-    about = (
+    faults = (
         "R = 4, two workers, four parameters; bit 14 of the largest element flips, for the first time in about step 10 "
         "(gradients, batches) or 20 (folds, updates)."
-        if arguments.faults
-        else f"{WORKERS} workers, R = {REPLICAS}."
     )
-    report = f"# {title}\n\n{step.circumstances('proof.py')}\n\n{about}\n\n{table}\n"
+    name, title, about, table = "proof.md", "The cost of proofs", f"{WORKERS} workers, R = {REPLICAS}.", costs
+    if arguments.faults:
+        name, title, about, table = "proof_faults.md", "Faults that are found", faults, found_faults
+    elif arguments.bytes:
+        name, title, table = "proof_bytes.md", "Bytes that a step adds to its run_dir", written
+        about = f"Means over {WRITTEN:,} steps of one loss, without evaluations."
+    report = f"# {title}\n\n{step.circumstances('proof.py')}\n\n{about}\n\n{table()}\n"
     print(report)
     if arguments.save:
-        (step.RESULTS / ("proof_faults.md" if arguments.faults else "proof.md")).write_text(report)
+        (step.RESULTS / name).write_text(report)
 
 
 if __name__ == "__main__":

@@ -202,6 +202,8 @@ class Recipe(Definition):
         chain : "auto", "every", int or "off"
             A ``run_dir`` has a chain, with a link for every step, whose root is ``result.chain`` (``docs/proof.md``).
             How many steps lie between digests of the whole state beside it; "auto": they cost under 1 % of the time.
+            A link takes 320 bytes and 54 for each replica, and the log's line about 190, with any of these: 0.73 GB
+            for a million steps of 4 replicas.
         audit : float
             In this share of steps another worker computes one replica again; a difference is a CorruptionError.
         max_failures : int

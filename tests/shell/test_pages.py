@@ -4,13 +4,17 @@ import html.parser
 import json
 import pathlib
 import re
+import shutil
 import sys
+import time
 
 import pytest
 import torch
 
 import phalanx
 from phalanx.callbacks import SaveBest
+from phalanx.checkpoint.chain import CHAIN
+from phalanx.checkpoint.directory import LOG, events
 from phalanx.checkpoint.tensors import read_weights
 from phalanx.cli import pages
 from phalanx.cli.sweeps import rows_of
@@ -18,6 +22,8 @@ from phalanx.run import plots
 from phalanx.tuning import Choice, Rates, Tuned
 from tests.callbacks.jobs import HELD_OUT, TARGETS, accuracy, evaluation, recipe
 from tests.shell.test_proofs import JOB
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 class Parser(html.parser.HTMLParser):
@@ -98,6 +104,96 @@ def test_deaths_are_drawn_where_they_were():
     assert [line.get_alpha() for line in drawn] == [0.25, None, 0.25, None]
     assert drawn[1].get_ydata()[0] == pytest.approx(drawn[0].get_ydata()[0])
     assert max(abs(drawn[3].get_ydata())) < 1.01
+
+
+def test_a_smoothed_curve_does_not_lag():
+    """Over points on a line it is that line, but for its end; a thinned point lies amid the steps of which it is."""
+    line = [(step, 100.0 - step) for step in range(60)]
+    assert plots._smooth(line)[:50] == line[:50]
+    assert plots._smooth(line)[-1] == (59, 46.0)  # the mean of the last eleven
+    flat = [(step, float(step % 2)) for step in range(60)]
+    assert max(abs(value - 0.5) for _, value in plots._smooth(flat)[10:50]) < 0.03
+    many = plots._thinned([(step, float(step)) for step in range(3000)])
+    assert (len(many), many[0], many[-1]) == (600, (2, 2.0), (2997, 2997.0))
+
+
+@pytest.mark.parametrize("last", [1.0, 4.0, 1e30])
+def test_the_diverged_end_leaves_the_picture(last):
+    """However far the loss of a search for a rate goes up at its end, the picture shows where it fell."""
+    losses = [2.0, 1.9, 1.5, 1.0, 0.8, 1.2, last]
+    low, high = Rates([10.0**at for at in range(7)], losses, 10.0).plot().get_ylim()
+    assert (low, high) == pytest.approx((0.8 - 0.24, 2.0 + 0.24))
+
+
+def shifted(path, seconds):
+    """The log's lines with each call of the run later by ``seconds`` than the one before."""
+    calls, lines = -1, []
+    for line in map(json.loads, (path / LOG).read_text().splitlines()):
+        calls += line["event"] in ("start", "resume")
+        lines.append({**line, "time": line["time"] + calls * seconds})
+    (path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return calls + 1
+
+
+def test_what_lay_between_calls_does_not_count(run_dir, tmp_path):
+    """A run lasted as long as its calls did, also where it was finished and called again, an hour later."""
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    before = pages.read(run).row()["seconds"]
+    assert before < 100
+    assert shifted(run, 3600) == 2
+    assert pages.read(run).row()["seconds"] == pytest.approx(before, abs=0.01)
+    assert pages.read(run).row()["seconds between steps"] < 100
+    recipe(epochs=2).train(run_dir=run, evaluation=evaluation(), snapshot_every=3)
+    assert shifted(run, 3600) == 3
+    assert pages.read(run).row()["seconds"] == pytest.approx(before, abs=20)
+
+
+def test_a_call_lasts_from_its_beginning(run_dir, tmp_path):
+    """The line by which a run goes on has the time when it did, not that of its first step."""
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    began = time.time()
+    with recipe(epochs=4).start(run_dir=run) as again:
+        while time.time() < began + 0.3:
+            pass
+        reached = time.time()
+        next(again)
+    (*_, line) = (event for event in events(run) if event["event"] == "resume")
+    assert began - 0.01 < line["time"] < reached - 0.1
+
+
+def test_lost_processes_are_deaths(run_dir, tmp_path):
+    """A process that is lost counts as a worker that dies does, and one that joins as one that takes a place."""
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    row = pages.read(run).row()
+    assert (row["deaths"], row["replacements"]) == (0, 0)
+    with open(run / LOG, "a") as log:
+        for number, event in enumerate(("death", "replaced", "lost", "joined", "lost", "again")):
+            log.write(json.dumps({"event": event, "step": number, "worker": 1, "why": "w"}) + "\n")
+    row = pages.read(run).row()
+    assert (row["deaths"], row["replacements"]) == (3, 2)
+
+
+@pytest.mark.long
+def test_arguments_are_rows(here, tmp_path):
+    """What a function that returns the recipe was called with is told, in the terminal and on the page."""
+    (tmp_path / "job.py").write_text(
+        JOB.replace("recipe = ", "def recipe(rate=0.1, steps=6):\n    return ").replace("steps=6)\n", "steps=steps)\n")
+    )
+    here("train", "job.py", "rate=0.25", "--run-dir", "run", "--workers", "1", "--quiet", cwd=tmp_path)
+    lines = here("report", "run", cwd=tmp_path).stdout.splitlines()
+    assert ["argument rate", "0.25"] in [re.split("  +", line) for line in lines]
+    assert "<tr><td>argument steps</td><td>6</td></tr>" in (tmp_path / "report.html").read_text()
+    many = here("report", *["run"] * 4, cwd=tmp_path).stdout.splitlines()
+    assert "argument rate" in many[0]
+
+
+def test_documents_say_what_a_step_takes(tmp_path):
+    """A step adds as many bytes to its run's directory as the documents say, in links and lines of the log."""
+    recipe(replicas=4, epochs=20).train(run_dir=tmp_path, engine="inline")
+    sizes = sum((tmp_path / name).stat().st_size for name in (CHAIN, LOG)) / len(pages.read(tmp_path).steps)
+    for document in ("proof", "saving"):
+        (told,) = re.findall(r"([0-9]+) bytes", (DOCS / f"{document}.md").read_text())
+        assert sizes == pytest.approx(int(told), rel=0.03)
 
 
 def test_a_page_needs_a_log(tmp_path):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import pathlib
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
 from typing import Any
 
 from phalanx.checkpoint import files, snapshot, tensors
@@ -25,6 +27,14 @@ SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safe
 MARK = "world-"  # how names begin by which hosts see that they share the directory, and who goes on
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 NAME = re.compile(r"step-[0-9]{12}")
+# What a line of the log has if it is an event: types of fields that others read; None stands for one that is not there.
+FIELDS = {
+    "event": str, "step": int, "time": (int, float, NoneType), "seconds": (int, float, NoneType),
+    "total": (int, NoneType), "metrics": (dict, NoneType), "losses": (dict, NoneType),
+}  # fmt: skip
+KINDS = {"step": {**FIELDS, "samples": int}, "error": {**FIELDS, "step": (int, NoneType)}}
+DIGITS = 20  # of a whole number, with its sign; a longer one is read as a float
+MOST = 1 << 37  # seconds since 1970, of which a calendar has no more, and steps
 
 
 class RunDirectory:
@@ -140,7 +150,7 @@ class RunDirectory:
     def note(self, kind: str, **facts: Any) -> None:
         """Add a line to the log. A log that cannot be written stops nothing."""
         if self.held:
-            line = body_of({"time": round(time.time(), 3), "event": kind, **facts}) + "\n"
+            line = body_of({"time": _now(), "event": kind, **facts}) + "\n"
             self._log.add(line.encode())
 
     def close(self) -> None:
@@ -171,7 +181,7 @@ class EventLog(Observer):
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Note how the run begins."""
         self._run_state = engine.run_state
-        facts = {"step": self._run_state.steps, "workers": engine.workers, "pid": os.getpid()}
+        facts = {"time": _now(), "step": self._run_state.steps, "workers": engine.workers, "pid": os.getpid()}
         if engine.run_state.resumed_from is None and not self._run_state.steps:
             self._directory.note("start", **facts)
         else:
@@ -218,6 +228,31 @@ class EventLog(Observer):
             begun, self._begun = self._begun, None
             self._directory.note("resume", **begun, **({"differs": list(self._differs)} if self._differs else {}))
         self._directory.note(kind, **facts)
+
+
+def events(folder: pathlib.Path, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
+    """The events in the log of a run, without what is None in them; a line that is torn, or no event, is left out.
+
+    Raises
+    ------
+    UsageError
+        There is no log that can be read.
+    """
+    try:
+        lines = files.read(folder / LOG).splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{str(folder)!r} has no {LOG}, or none that can be read: {error}; give a run_dir") from error
+    for line in reversed(lines) if newest_first else lines:
+        with contextlib.suppress(*files.MALFORMED):
+            parsed = json.loads(line, parse_int=lambda digits: (int if len(digits) <= DIGITS else float)(digits))
+            event = {name: value for name, value in parsed.items() if value is not None}
+            typed = all(isinstance(event.get(name), kind) for name, kind in KINDS.get(event["event"], FIELDS).items())
+            if typed and all(-1 <= event.get(name, 0) < MOST for name in ("step", "time")):
+                yield event
+
+
+def _now() -> float:
+    return round(time.time(), 3)
 
 
 def at_work(path: pathlib.Path) -> bool:

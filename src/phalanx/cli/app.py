@@ -14,6 +14,7 @@ import math
 import pathlib
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from phalanx.checkpoint.named import state_dict_of
 from phalanx.checkpoint.resume import ANYWAY, read_any
 from phalanx.checkpoint.tensors import read_file, states_in, write_file
 from phalanx.cli import pages, proving, sweeps
-from phalanx.cli.common import Arguments, File, Json, Plot, load_recipe, save, show
+from phalanx.cli.common import Arguments, File, Json, Plot, echo, load_recipe, plain, save, show
 from phalanx.cli.jobs import number
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
@@ -41,6 +42,7 @@ from phalanx.tuning import Tuned, tune
 
 EXIT_RUN, EXIT_INTERRUPTED = 1, 130
 EXITS = {UsageError: 2, PeersLostError: 3, CorruptionError: 4, Preempted: 75}
+FORMAT = warnings.formatwarning
 EXIT_CODES = (
     "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 3 too many processes were lost: run again, 4 bits "
     "differ: not here again, 75 saved at SIGTERM or --max-seconds: run again, 130 stopped by Ctrl-C."
@@ -86,7 +88,7 @@ RESUME = {"yes": True, "no": False, ANYWAY: ANYWAY}
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Options before the command."""
     if version:
-        typer.echo(f"phalanx {__version__}")
+        echo(f"phalanx {__version__}")
 
 
 @app.command()
@@ -185,8 +187,8 @@ def chaos(
         _fallen(recipe, given, kills, seed, hosts, json_=json_)
         return
     if not json_:
-        typer.echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
-    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else typer.echo(_spelled(one)))
+        echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
+    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else echo(_spelled(one)))
     pauses = sorted(pause for one in trials for pause in one.pauses)
     median = round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None
     struck = {"kills": sum(one.kills for one in trials), "median_pause_ms": median}
@@ -200,8 +202,8 @@ def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts
     if hosts > min(given["workers"], recipe.replicas):
         raise UsageError(f"--hosts is {hosts}, but --workers is {given['workers']}; each host has at least one")
     if not json_:
-        typer.echo(f"phalanx: {faults} faults of {hosts} hosts, seed {seed}. {falls.without_links()}".rstrip())
-    runs = falls.campaign(recipe, given, faults, seed, hosts, lambda line: None if json_ else typer.echo(line))
+        echo(f"phalanx: {faults} faults of {hosts} hosts, seed {seed}. {falls.without_links()}".rstrip())
+    runs = falls.campaign(recipe, given, faults, seed, hosts, lambda line: None if json_ else echo(line))
     struck = Counter(fault.what for run in runs for fault in run.faults)
     joined = {"joined": sum(run.joined for run in runs)}
     _ended(runs, {"faults": dict(struck), **joined}, struck | joined, seed, json_=json_)
@@ -262,11 +264,11 @@ def export_weights(
         weights = read_file(path)
     write_file(to, newest.weights if weights is None else weights)
     if weights is None:
-        typer.echo(
+        echo(
             "phalanx: the snapshot does not say which names load_state_dict takes, so these are all parameters and "
             "buffers, tied ones once: load them with strict=False"
         )
-    typer.echo(f"{step} steps  {to}")
+    echo(f"{step} steps  {to}")
 
 
 @app.command("report")
@@ -313,22 +315,32 @@ def explain(
     from phalanx.collectives import schedule, spell_rounds
 
     for line in spell_rounds(schedule(name, participants)):
-        typer.echo(line)
+        echo(line)
 
 
 app.add_typer(proving.app)
 
 
 def main() -> None:
-    """Run the command line; errors become one sentence and an exit code."""
+    """Run the command line; errors become one sentence and an exit code, warnings of the package one line each."""
+    warnings.formatwarning = _warned
     try:
         app()
     except PhalanxError as error:
         code = next((code for kind, code in EXITS.items() if isinstance(error, kind)), EXIT_RUN)
         if code == EXIT_RUN and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        typer.echo(f"phalanx: {error}", err=True)
+            echo("".join(traceback.format_exception(error.__cause__)).rstrip(), err=True)
+        echo(f"phalanx: {error}", err=True)
         sys.exit(code)
+
+
+def _warned(
+    message: Warning | str, category: type[Warning], filename: str, number: int, line: str | None = None
+) -> str:
+    """A warning as text: one sentence where it would point at the shell's script, as no line of the user's called."""
+    if filename == getattr(sys.modules["__main__"], "__file__", None):
+        return plain(f"phalanx: {message}\n")
+    return plain(FORMAT(message, category, filename, number, line))
 
 
 def _listed(devices: str) -> str | list[str]:
@@ -341,7 +353,7 @@ def _trained(recipe: Recipe, evaluation: Evaluation | None, workers: str, *, qui
     except KeyboardInterrupt as interrupt:
         result = getattr(interrupt, "result", None)
         after = f" after {result.steps} steps, digest {result.digest}" if result is not None else ""
-        typer.echo(f"\nphalanx: stopped{after}", err=True)
+        echo(f"\nphalanx: stopped{after}", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
 
 

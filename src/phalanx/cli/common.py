@@ -17,6 +17,7 @@ import typer
 from phalanx.cli.jobs import Given, called
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
+from phalanx.surroundings.presence import printable
 
 PICTURES = (".png", ".pdf", ".svg")
 File = Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="A Python file that defines `recipe`, or NAME.")]
@@ -85,12 +86,22 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
     return recipe, evaluation, getattr(module, "callbacks", ()) if callbacks is None else callbacks
 
 
+def plain(text: str) -> str:
+    """Lines for a terminal, each as ``printable`` has it."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print lines. All that a command says goes through here, as there may be text of others in it."""
+    typer.echo(plain(text), err=err)
+
+
 def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
     """Print one JSON object for machines, or rows as a table for people; a row of one cell is a sentence."""
     if json_:
-        typer.echo(json.dumps(facts))
+        echo(json.dumps(facts))
         return
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[(printable if len(row) > 1 else plain)(str(cell)) for cell in row] for row in rows]
     table = [row for row in cells if len(row) > 1]
     widths = [max(map(len, column)) for column in itertools.zip_longest(*table, fillvalue="")]
     for row in cells:

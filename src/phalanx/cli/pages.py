@@ -7,7 +7,6 @@ import datetime
 import functools
 import html
 import itertools
-import math
 import pathlib
 import re
 from collections import Counter
@@ -18,18 +17,21 @@ from typing import Any
 from phalanx.callbacks.best import Better
 from phalanx.checkpoint import files
 from phalanx.checkpoint.chain import CHAIN, records
+from phalanx.checkpoint.directory import events
 from phalanx.definition import checks
 from phalanx.definition.evaluation import meant
 from phalanx.definition.plain import distinct_names
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.proof.replay import events
 from phalanx.proof.sides import section
 from phalanx.run.plots import RATE, plot_runs, svg
+from phalanx.surroundings.presence import printable
 
-LAST = "last "
+LAST, ARGUMENT = "last ", "argument "
+BEGINS, DEATHS = ("start", "resume"), ("death", "lost")  # of a worker, or of another process
 LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
 MOST_BESIDE = 3  # runs that have a column each in a terminal, and their names in a page's title
 MOST_EVENTS = 200  # on a page, the last ones
+MOST = 1e300  # larger values, infinity and NaN are not drawn
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; min-width: 600px; height: auto }
@@ -50,6 +52,8 @@ class History:
         The line of each step.
     events : list of dict
         All other lines.
+    calls : list of list of float
+        The times of the first and the last line of each call of the run.
     recipe, facts, arguments : dict
         Fields, environment, and arguments of the function that returned the recipe, as the run noted them last.
     saved_by : tuple of str
@@ -59,6 +63,7 @@ class History:
     name: str
     steps: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    calls: list[list[float]] = field(default_factory=list[list[float]])
     recipe: dict[str, Any] = field(default_factory=dict[str, Any])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -73,7 +78,7 @@ class History:
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
             for key, value in ({RATE: rate} | line | metrics[step] | line.get("losses", {})).items():
-                if key in curves and isinstance(value, (int, float)) and math.isfinite(value):
+                if key in curves and isinstance(value, (int, float)) and abs(value) < MOST:
                     curves[key].append((step, float(value)))
         return curves
 
@@ -100,14 +105,15 @@ class History:
     def row(self) -> dict[str, Any]:
         """The summary of the run, as one row of a table."""
         kinds = Counter(line.get("event") for line in self.events)
-        stamps = [line["time"] for line in (*self.steps.values(), *self.events) if "time" in line]
-        whole = max(stamps, default=0.0) - min(stamps, default=0.0)
+        stamps = [stamp for call in self.calls for stamp in call]
+        whole = sum(max(call) - min(call) for call in self.calls if call)  # not what lay between calls
         inside = sum(line.get("seconds") or 0.0 for line in self.steps.values())
         saved = sum(line.get("seconds") or 0.0 for line in self.events if line.get("event") == "snapshot")
         rates = self.curves["lr"]
         lrs = {f"{when} lr": rates[at][1] for when, at in (("first", 0), ("last", -1)) if rates}
         return {
             "run": self.name,
+            **{f"{ARGUMENT}{name}": value for name, value in self.arguments.items()},
             "steps": len(self.steps),
             **{f"{LAST}{name}": value for name, value in self.last().items()},
             "best": spelled(self.best()),
@@ -115,9 +121,9 @@ class History:
             "started": _clock(min(stamps, default=None)),
             "ended": _clock(max(stamps, default=None)),
             "lasted": lasting(whole),
-            "workers": next((line["workers"] for line in reversed(self.events) if "workers" in line), None),
-            "deaths": kinds["death"],
-            "replacements": kinds["replaced"],
+            "workers": next((line.get("workers") for line in reversed(self.events) if line["event"] in BEGINS), None),
+            "deaths": sum(kinds[kind] for kind in DEATHS),
+            "replacements": kinds["replaced"] + kinds["joined"],
             "snapshots": kinds["snapshot"],
             "seconds": whole,
             "seconds in steps": inside,
@@ -169,10 +175,15 @@ def read(path: pathlib.Path) -> History:
     """A run's history out of its directory."""
     history = History(path.resolve().name)
     for line in events(path):
-        if line.get("event") == "step":
+        begins = line["event"] in BEGINS
+        if begins or not history.calls:
+            history.calls.append([])
+        if "time" in line:
+            history.calls[-1][1:] = [line["time"]]  # after the first
+        if line["event"] == "step":
             history.steps[line["step"]] = line
             continue
-        if line.get("event") in ("start", "resume"):
+        if begins:
             history.steps = {step: kept for step, kept in history.steps.items() if step < line["step"]}
         history.events.append(line)
     run: dict[str, Any] = {}
@@ -190,14 +201,14 @@ def read(path: pathlib.Path) -> History:
 def page(histories: Sequence[History]) -> str:
     """The whole page. Of several runs there is a table with a row for each first."""
     names = ", ".join(history.name for history in histories)
-    title = html.escape(names if len(histories) <= MOST_BESIDE else f"{len(histories)} runs")
+    title = _text(names if len(histories) <= MOST_BESIDE else f"{len(histories)} runs")
     rows, best = _rows(histories), best_of(histories)
-    deaths = [[line["step"] for line in one.events if line.get("event") in ("death", "lost")] for one in histories]
+    deaths = [[line["step"] for line in one.events if line["event"] in DEATHS] for one in histories]
     picture = svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))
     parts = [f"<h1>phalanx: {title}</h1>", _table(short(rows), best) if len(rows) > 1 else "", f"<div>{picture}</div>"]
     parts += [_table(lines(rows))]
     for history in histories:
-        name = html.escape(history.name)
+        name = _text(history.name)
         happened = [
             [_clock(line.get("time")), *(line.get(key, "") for key in ("event", "step", "worker", "why"))]
             for line in history.events[-MOST_EVENTS:]
@@ -220,7 +231,11 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 def short(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Rows below each other, with the heading first: what tells runs apart."""
     names = dict.fromkeys(name for row in rows for name in row)
-    known = [name for name in names if name in ("run", "steps", "best", "lasted", "started") or name.startswith(LAST)]
+    known = [
+        name
+        for name in names
+        if name in ("run", "steps", "best", "lasted", "started") or name.startswith((ARGUMENT, LAST))
+    ]
     return [known, *([_number(row.get(name)) for name in known] for row in rows)]
 
 
@@ -244,9 +259,13 @@ def _clock(stamp: float | None) -> str:
     return "" if stamp is None else datetime.datetime.fromtimestamp(stamp).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+def _text(value: Any) -> str:
+    return html.escape(printable(str(value)))
+
+
 def _table(rows: Any, best: int | None = None) -> str:
     """Rows of cells; ``best`` counts those after the first, the heading."""
-    cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    cells = ("".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows)
     marks = (' class="best"' if best is not None and number == best + 1 else "" for number in itertools.count())
     inside = "".join(f"<tr{mark}>{row}</tr>" for row, mark in zip(cells, marks, strict=False))
     return f"<div><table>{inside}</table></div>"

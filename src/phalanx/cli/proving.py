@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.cli.common import Arguments, File, Json, load_recipe, show, writing
+from phalanx.cli.common import Arguments, File, Json, echo, load_recipe, show, writing
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof import check as checked
 from phalanx.proof.diff import diff as compare
@@ -42,9 +42,9 @@ def _untold() -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, PhalanxError):
-            typer.echo(f"phalanx: {error}", err=True)
+            echo(f"phalanx: {error}", err=True)
         else:
-            traceback.print_exc()
+            echo(traceback.format_exc().rstrip(), err=True)
         raise typer.Exit(UNKNOWN) from error
 
 
@@ -111,7 +111,7 @@ def check_recipe(
     recipe, *_ = load_recipe(file, arguments or ())
     if into:  # the new process
         recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
-        typer.echo(checked.trained(recipe, "", pathlib.Path(into), engine="inline").digest)
+        echo(str(checked.trained(recipe, "", pathlib.Path(into), engine="inline").digest))
         return
     named = devices.split(",") if devices else []
     rows: list[checked.Row] = []
@@ -120,7 +120,7 @@ def check_recipe(
         if not json_:
             outcome = {True: row.digest, False: "DIFFERENT", None: "could not be told"}
             time = "" if row.seconds is None else f"  {row.seconds * 1000:.1f} ms a step"
-            typer.echo(f"{row.what:32}  {outcome[row.same]}{time}" + (f"\n  {row.told}" if row.told else ""))
+            echo(f"{row.what:32}  {outcome[row.same]}{time}" + (f"\n  {row.told}" if row.told else ""))
     status, facts = checked.verdict(rows), checked.circumstances(named, recipe.replicas)
     said = ("the same", "DIFFERENT", "it could not be told")[status]
     report = {"circumstances": facts, "rows": [dataclasses.asdict(row) for row in rows], "same": status == checked.SAME}
@@ -171,7 +171,7 @@ def certify_run(
         _end(verified, json_=False)
     with writing("--out", out) as target:
         target.write_text(json.dumps(facts, indent=1) + "\n")
-    typer.echo(f"chain   {facts['chain']}\ndigest  {facts['digest']}\n{out}")
+    echo(f"chain   {facts['chain']}\ndigest  {facts['digest']}\n{out}")
 
 
 def _end(verified: Verified, *, json_: bool) -> None:
@@ -196,7 +196,7 @@ def _recipe_of(run: str, file: str = "") -> Recipe | None:
     except Exception as error:  # whatever the file does
         if file:
             raise
-        typer.echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
+        echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
         return None
 
 

@@ -7,17 +7,15 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
 import pathlib
 import pdb
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from phalanx.checkpoint.directory import BATCH, LOG
-from phalanx.checkpoint.files import read
+from phalanx.checkpoint.directory import BATCH, events
 from phalanx.checkpoint.tensors import read_tree
 from phalanx.definition import checks
 from phalanx.definition.data import map_tree
@@ -234,25 +232,6 @@ def failure_of(folder: pathlib.Path) -> Failed:
             where = event["step"], event["replica"], event.get("batch"), str(event.get("phase", ""))
             return Failed(*where, event.get("workers", ()), event.get("sums", ()))
     raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
-
-
-def events(folder: pathlib.Path, *, newest_first: bool = False) -> Iterator[dict[str, Any]]:
-    """The events in the log of a run; a line that is torn is left out.
-
-    Raises
-    ------
-    UsageError
-        There is no log that can be read.
-    """
-    try:
-        lines = read(folder / LOG).splitlines()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{str(folder)!r} has no {LOG}, or none that can be read: {error}; give a run_dir") from error
-    for line in reversed(lines) if newest_first else lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            event = json.loads(line)
-            if isinstance(event, dict):
-                yield event
 
 
 def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:

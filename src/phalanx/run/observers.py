@@ -21,7 +21,7 @@ from phalanx.errors import PhalanxError, SnapshotError, UsageError
 from phalanx.seams import NEVER, Engine, Observer
 from phalanx.seams.records import StepReport
 from phalanx.surroundings import interrupts
-from phalanx.surroundings.presence import say, shows, terminal
+from phalanx.surroundings.presence import printable, say, shows, terminal
 from phalanx.surroundings.turns import Turns
 
 DELAY_SECONDS = 0.5
@@ -285,7 +285,10 @@ class ProgressBar(Observer):
         is_last = self._bar.n + 1 == self._total
         if self._bar.update() or is_last:
             state = self._engine.run_state
-            facts = {"loss": f"{report.loss:.4g}", **{item.name: f"{item.value:.4g}" for item in state.evaluated[-1:]}}
+            facts = {
+                "loss": f"{report.loss:.4g}",
+                **{printable(item.name): f"{item.value:.4g}" for item in state.evaluated[-1:]},
+            }
             facts |= {"workers": str(self._engine.workers)}
             self._bar.set_postfix(facts | ({"incidents": str(len(state.incidents))} if state.incidents else {}))
         if is_last:

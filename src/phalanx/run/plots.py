@@ -13,6 +13,7 @@ import numpy as np
 from phalanx.definition.plain import distinct_names
 from phalanx.errors import UsageError
 from phalanx.seams.records import Evaluated
+from phalanx.surroundings.presence import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,7 @@ POINTS = 600
 ABOVE = 20  # points between axes and their title, where the legend is
 COLORS = 10  # of matplotlib
 LEGEND = 110  # characters that fit beside each other above a page's charts
+NEAR = 10  # points on either side that a smoothed one is the mean of
 LONG = 30  # points from which on a curve is smoothed, and has no markers
 RATE = "samples a second"
 LOGARITHMIC = ("loss", "grad_norm")  # where values lie far apart
@@ -79,14 +81,19 @@ def _chart(
             ax.plot(*zip(*points, strict=True), color=style["color"], linewidth=1, alpha=0.25)
             points = _smooth(points)
         markers = {"marker": "." * (len(points) < LONG)}
-        ax.plot(*zip(*points, strict=True), linewidth=1.3, label=name[-LEGEND + 10 :], **markers, **style)
+        ax.plot(*zip(*points, strict=True), linewidth=1.3, label=_plain(name[-LEGEND + 10 :]), **markers, **style)
         across = ax.get_xaxis_transform()
         ax.plot(marked, [0] * len(marked), "|", markersize=12, transform=across, color=style["color"])
     _scale(ax, np.array([value for curve in curves for _, value in curve if key in LOGARITHMIC]))
-    ax.set_title(key, fontsize=10, loc="left")
+    ax.set_title(_plain(key), fontsize=10, loc="left")
     ax.locator_params(axis="x", integer=True, nbins=8)
     ax.grid(alpha=0.2)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def _plain(name: str) -> str:
+    """A name as it is, with no formula in it."""
+    return printable(name).replace("$", r"\$")
 
 
 def svg(figure: Figure) -> str:
@@ -115,6 +122,9 @@ def plot_rates(lrs: Sequence[float], losses: Sequence[float], suggestion: float,
     """Draw smoothed losses over learning rates, and the one that is suggested."""
     ax = ax or new_axes()[0]
     ax.semilogx(lrs, losses, color=LOSS_COLOR)
+    falling = losses[: losses.index(min(losses)) + 1]
+    room = 0.2 * (max(falling) - min(falling)) or 1.0
+    ax.set_ylim(min(falling) - room, max(falling) + room)  # what diverges after that leaves the picture
     ax.axvline(suggestion, color=DEATH_COLOR, linestyle="--", label=f"falls fastest at {suggestion:.1e}")
     return _finished(ax, "learning rate", "training loss, smoothed")
 
@@ -135,27 +145,30 @@ def _legend(ax: Axes, pad: float = 1.0, beside: int = 4) -> None:
 def _scale(ax: Axes, values: np.ndarray) -> None:
     """A logarithmic scale for positive values that lie far apart; else no offset is taken out of the numbers."""
     positive = values[np.isfinite(values)]
-    if len(positive) and positive.min() > 0 and positive.max() / positive.min() > 50:
+    if len(positive) and positive.min() > 0 and positive.max() > 50 * positive.min():
         ax.set_yscale("log")
     else:
         ax.ticklabel_format(axis="y", useOffset=False)
 
 
 def _smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Exponential means, in which each point counts a tenth."""
-    means: list[tuple[float, float]] = []
-    mean = 0.0
-    for number, (step, value) in enumerate(points, 1):
-        mean = 0.9 * mean + 0.1 * value
-        means.append((step, mean / (1 - 0.9**number)))
-    return means
+    """Means over as many points after each as before it, so that the curve does not lag behind; fewer at both ends.
+
+    The first is as it was measured, since losses fall most there; the last has those before it alone.
+    """
+    reaches = (min(NEAR, at) for at in range(len(points)))
+    return [(points[at][0], _mean(points[at - reach : at + reach + 1])) for at, reach in enumerate(reaches)]
 
 
 def _thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """At most POINTS points, each the mean of the steps that it stands for."""
+    """At most POINTS points, each the mean of the steps that it stands for, in the middle of them."""
     size = max(1, -(-len(curve) // POINTS))
     groups = (curve[start : start + size] for start in range(0, len(curve), size))
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+    return [(group[len(group) // 2][0], _mean(group)) for group in groups]
+
+
+def _mean(points: Sequence[tuple[float, float]]) -> float:
+    return sum(value for _, value in points) / len(points)
 
 
 def new_axes(count: int = 1, more: float = 0.0) -> Sequence[Axes]:
