@@ -40,6 +40,12 @@ def picture(path: str) -> str:
 Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture.", callback=picture)]
 
 
+def located(file: str) -> tuple[str, str]:
+    """The path and the name in ``PATH:NAME``; in ``PATH``, the name is ``recipe``."""
+    path, colon, name = file.rpartition(":")
+    return (path, name or "recipe") if colon and (not name or name.isidentifier()) else (file, "recipe")
+
+
 def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
     """The recipe of ``PATH`` or ``PATH:NAME``, with the evaluation and the callbacks beside it, if there are.
 
@@ -50,8 +56,7 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
     UsageError
         There is no such file, or it defines no recipe of that name. What the file itself raises comes through.
     """
-    path, colon, name = file.rpartition(":")
-    path, name = (path, name or "recipe") if colon and (not name or name.isidentifier()) else (file, "recipe")
+    path, name = located(file)
     source = pathlib.Path(path).resolve()
     spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
     if not source.is_file():
@@ -83,6 +88,11 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
         raise UsageError(f"{path} has no recipe named {name!r}; add `{name} = phalanx.Recipe(...)` or try FILE:{names}")
     evaluation = getattr(module, "evaluation", None) if evaluation is None else evaluation
     return recipe, evaluation, getattr(module, "callbacks", ()) if callbacks is None else callbacks
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of what a terminal would obey (ESC as its code) or write from right to left."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
