@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 import phalanx
 from phalanx.cli.app import app
-from phalanx.cli.common import load_recipe, printable
+from phalanx.cli.common import load_recipe
 from phalanx.errors import PhalanxError
 from phalanx.proof.replay import debugged
+from phalanx.surroundings.presence import printable
 
 JOB = """
 import torch, phalanx

@@ -90,11 +90,6 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
     return recipe, evaluation, getattr(module, "callbacks", ()) if callbacks is None else callbacks
 
 
-def printable(text: str) -> str:
-    """The text with escapes in place of what a terminal would obey (ESC as its code) or write from right to left."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
     """Print one JSON object for machines, or rows as a table for people; a row of one cell is a sentence."""
     if json_:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from phalanx.checkpoint.chained import source_hash
-from phalanx.cli.common import Arguments, File, Json, load_recipe, located, printable, show, writing
+from phalanx.cli.common import Arguments, File, Json, load_recipe, located, show, writing
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof import check as checked
 from phalanx.proof.diff import diff as compare
@@ -31,6 +31,7 @@ from phalanx.proof.replay import replay
 from phalanx.proof.sides import section, side
 from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, claim_of, verify
 from phalanx.recipe import Recipe
+from phalanx.surroundings.presence import printable
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run.")]
 FILE = "FILE[:NAME]"

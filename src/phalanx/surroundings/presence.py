@@ -152,6 +152,15 @@ def terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+def printable(text: str) -> str:
+    r"""A line for a terminal: what it would not show but obey is shown as ``repr`` shows it, as in \x1b.
+
+    Names and texts come from files, from other hosts and from whoever wrote a recipe. Escape sequences in them could
+    wipe the screen, a carriage return or a change of direction could make a line say something else.
+    """
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def say(text: str) -> None:
     """Write a line on stderr; no run ends because nobody reads it."""
     if sys.stderr is not None:
