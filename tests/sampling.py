@@ -97,6 +97,7 @@ EVERY_TIME = {
         "proof/test_replay.py::test_an_error_has_all_that_is_needed": 1,
         "proof/test_proofs.py::test_of_several_stretches_the_first_step_that_differs_is_told": 2,
         "shell/test_command_line.py::test_train_prints_what_the_library_gives": 1,
+        "shell/test_trust.py::test_no_string_of_a_run_is_imported_or_executed": 3,
         "walks/test_walks.py::test_walks_are_true": 1,
         "house/test_documents.py::test_documents_run[README.md]": 1,
     },

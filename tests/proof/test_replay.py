@@ -117,7 +117,7 @@ def test_values_are_told(tmp_path):
     """The shell tells samples and loss of a replica, with exit status 0; step and replica, or --failure, are needed."""
     (tmp_path / "job.py").write_text(JOB.replace("y[21] = 7", ""))
     assert command(tmp_path, "train", "job.py", "--run-dir", "run", "--quiet").returncode == 0
-    done = command(tmp_path, "replay", "run", "--step", "3", "--replica", "1")
+    done = command(tmp_path, "replay", "run", "--recipe", "job.py", "--step", "3", "--replica", "1")
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["step", "replica", "samples", "loss"]
     assert "--failure" in command(tmp_path, "replay", "run").stderr
@@ -128,7 +128,9 @@ def test_a_failure_is_raised_again_in_a_terminal(tmp_path):
     """In a pseudo-terminal the debugger stops in forward, in the loss, and where a worker's exception was raised."""
     failed(tmp_path)
     told = _typed(
-        tmp_path, ["replay", "run", "--failure", "--pdb"], ["p scaled.shape", "c", "p target", "c", "p target", "q"]
+        tmp_path,
+        ["replay", "run", "--recipe", "job.py", "--failure", "--pdb"],
+        ["p scaled.shape", "c", "p target", "c", "p target", "q"],
     )
     assert "scaled = 2 * x" in told
     assert "NameError" in told  # the first line is not done yet
@@ -164,7 +166,7 @@ def _typed(folder, arguments, lines):
 def test_a_failure_from_the_shell(tmp_path):
     """Without a debugger the same exception is raised, from the same samples, with exit status 1."""
     failed(tmp_path)
-    done = command(tmp_path, "replay", "run", "--failure")
+    done = command(tmp_path, "replay", "run", "--recipe", "job.py", "--failure")
     assert done.returncode == 1
     assert 'raise RuntimeError("a seven")' in done.stderr
     assert "21" in done.stderr.split("samples")[1]

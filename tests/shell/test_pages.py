@@ -315,4 +315,4 @@ def test_commands_without_matplotlib(here, run_dir, tmp_path, without_matplotlib
         assert "matplotlib is missing" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
     assert here("train", "job.py", "--run-dir", "run", "--quiet", cwd=tmp_path).returncode == 0
-    assert here("certify", "run", cwd=tmp_path).stdout.startswith("chain ")
+    assert here("certify", "run", "--recipe", "job.py", cwd=tmp_path).stdout.startswith("chain ")

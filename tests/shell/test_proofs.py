@@ -18,7 +18,7 @@ def test_the_way_through(tmp_path, here):
         done = here("train", file, "--run-dir", run, "--workers", workers, "--quiet", cwd=tmp_path)
         assert "chain  " in done.stdout
     assert here("diff", "a", "b", cwd=tmp_path).stdout == "the same\n"
-    done = here("diff", "a", "c", cwd=tmp_path)
+    done = here("diff", "a", "c", "--trust", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.startswith("seed is 0 in a, and 1 in c\na and c differ first in step 0: state")
     told = json.loads(here("diff", "a", "c", "--json", cwd=tmp_path).stdout)
@@ -33,18 +33,21 @@ def test_a_run_is_verified_and_certified(tmp_path, here):
     """Verified and certified, 0; changed, 1; with another recipe, or one that is not there any more, 2."""
     (tmp_path / "job.py").write_text(JOB)
     here("train", "job.py", "--run-dir", "run", "--quiet", cwd=tmp_path)
-    assert here("verify", "run", "--steps", "2:5", cwd=tmp_path).stdout.startswith("the same: 3 steps")
-    assert here("certify", "run", "-o", "paper.json", cwd=tmp_path).returncode == 0
+    assert here("verify", "run", "job.py", "--steps", "2:5", cwd=tmp_path).stdout.startswith("the same: 3 steps")
+    assert here("certify", "run", "--recipe", "job.py", "-o", "paper.json", cwd=tmp_path).returncode == 0
     assert here("verify", "paper.json", "job.py", cwd=tmp_path).returncode == 0
-    assert "its recipe" not in here("verify", "paper.json", cwd=tmp_path).stdout
-    assert here("verify", "paper.json", cwd=tmp_path).returncode == 2
+    nameless = here("verify", "paper.json", "--trust", cwd=tmp_path)
+    assert (nameless.returncode, nameless.stdout) == (2, "")
+    assert "paper.json names no file for the recipe; say where it is: phalanx verify" in nameless.stderr
     chain = tmp_path / "run" / "chain.jsonl"
     chain.write_text(chain.read_text().replace('"lr": 0.001', '"lr": 0.002', 1))
-    done = here("verify", "run", "--json", cwd=tmp_path)
+    done = here("verify", "run", "job.py", "--json", cwd=tmp_path)
     assert (done.returncode, json.loads(done.stdout)["status"]) == (1, 1)
-    assert here("verify", "run", "--steps", "five", cwd=tmp_path).returncode == 2
+    assert here("verify", "run", "job.py", "--steps", "five", cwd=tmp_path).returncode == 2
     (tmp_path / "job.py").write_text(JOB.replace("steps=6", "steps=6, seed=1"))
     done = here("verify", "run", "job.py", cwd=tmp_path)
     assert (done.returncode, done.stdout.split(":")[0]) == (2, "it cannot be checked")
     (tmp_path / "job.py").unlink()
-    assert "was not loaded" in here("replay", "run", "--step", "1", cwd=tmp_path).stderr
+    for words in ((), ("--trust",)):
+        gone = here("replay", "run", "--step", "1", *words, cwd=tmp_path)
+        assert (gone.returncode, "job.py" in gone.stderr, "FILE" in gone.stderr) == (2, True, True)

@@ -102,12 +102,12 @@ def test_an_argument_that_is_given_twice(job):
 def test_a_run_knows_its_arguments(here, job, tmp_path):
     """verify, certify and replay call the function as the run did; a resume with other arguments is refused."""
     trained(here, tmp_path, "run", "lr=0.1", "seed=3")
-    for done in (here("verify", "run", cwd=tmp_path), here("verify", "run", "job.py", cwd=tmp_path)):
+    for done in (here("verify", "run", "--trust", cwd=tmp_path), here("verify", "run", "job.py", cwd=tmp_path)):
         assert done.stdout.startswith("the same: 10 steps")
     assert "seed is 0 here, and 3 there" in trained(here, tmp_path, "run", "lr=0.1")[1]
-    assert here("verify", "run", cwd=tmp_path).returncode == 0  # as before the refusal
-    assert here("replay", "run", "--step", "1", cwd=tmp_path).returncode == 0
-    assert here("certify", "run", "-o", "paper.json", cwd=tmp_path).returncode == 0
+    assert here("verify", "run", "job.py", cwd=tmp_path).returncode == 0  # as before the refusal
+    assert here("replay", "run", "--recipe", "job.py", "--step", "1", cwd=tmp_path).returncode == 0
+    assert here("certify", "run", "--recipe", "job.py", "-o", "paper.json", cwd=tmp_path).returncode == 0
     assert here("verify", "paper.json", "job.py", cwd=tmp_path).returncode == 0
     claim = json.loads((tmp_path / "paper.json").read_text())
     (tmp_path / "paper.json").write_text(json.dumps({**claim, "arguments": None}))

@@ -83,7 +83,8 @@ class Chained(Observer):
         remember(self._directory.root, self._definition)
         facts = {"recipe": self._recipe, "environment": recorded_environment(), "replicas": self._definition.replicas}
         where, arguments = origin_of(self._definition)
-        self._chain.record("run", step=done, origin=where, arguments=arguments, **facts)
+        source = source_hash((where or "").rpartition(":")[0])
+        self._chain.record("run", step=done, origin=where, arguments=arguments, source=source, **facts)
         engine.run_state.chain = self._chain.root
         self._note_early(self._chain)
         if self._every != 0:
@@ -277,6 +278,14 @@ def origin_of(definition: Definition) -> tuple[str | None, dict[str, Any] | None
         if file and names and (name != "__main__" or _is_guarded(file)):
             return f"{os.path.realpath(file)}:{names[0]}", None
     return None, None
+
+
+def source_hash(path: str) -> str | None:
+    """A hash of a file, to be shown beside its name; None where there is no such file, or it cannot be read."""
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path):  # a pipe would never end
+            return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+    return None
 
 
 def _is_guarded(file: str) -> bool:

@@ -41,6 +41,12 @@ def picture(path: str) -> str:
 Plot = Annotated[str, typer.Option("--plot", metavar="PATH", help="Where to write the picture.", callback=picture)]
 
 
+def located(file: str) -> tuple[str, str]:
+    """The path and the name in ``PATH:NAME``; in ``PATH``, the name is ``recipe``."""
+    path, colon, name = file.rpartition(":")
+    return (path, name or "recipe") if colon and (not name or name.isidentifier()) else (file, "recipe")
+
+
 def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
     """The recipe of ``PATH`` or ``PATH:NAME``, with the evaluation and the callbacks beside it, if there are.
 
@@ -51,8 +57,7 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
     UsageError
         There is no such file, or it defines no recipe of that name. What the file itself raises comes through.
     """
-    path, colon, name = file.rpartition(":")
-    path, name = (path, name or "recipe") if colon and (not name or name.isidentifier()) else (file, "recipe")
+    path, name = located(file)
     source = pathlib.Path(path).resolve()
     spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
     if not source.is_file():

@@ -1,6 +1,9 @@
 """The commands ``phalanx diff``, ``replay``, ``check``, ``verify`` and ``certify``.
 
 Exit status of diff, check and verify: 0 the same, 1 they differ, 2 it could not be told.
+
+A run may come from anywhere. So the Python file that it names for its recipe is executed only if the user names that
+file, too, or agrees.
 """
 
 from __future__ import annotations
@@ -11,23 +14,29 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
+import sys
 import traceback
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from phalanx.cli.common import Arguments, File, Json, echo, load_recipe, show, writing
+from phalanx.checkpoint.chained import source_hash
+from phalanx.cli.common import Arguments, File, Json, echo, load_recipe, located, show, writing
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof import check as checked
 from phalanx.proof.diff import diff as compare
 from phalanx.proof.replay import replay
-from phalanx.proof.sides import side
+from phalanx.proof.sides import section, side
 from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, claim_of, verify
 from phalanx.recipe import Recipe
+from phalanx.surroundings.presence import printable
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run.")]
-From = Annotated[str, typer.Option("--recipe", metavar="FILE[:NAME]", help="Where the run's recipe is, if it moved.")]
+FILE = "FILE[:NAME]"
+From = Annotated[str, typer.Option("--recipe", metavar=FILE, help="The Python file that defines the recipe.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Execute the Python file that the run names for its recipe.")]
 
 
 app = typer.Typer()
@@ -56,13 +65,24 @@ def diff(
     ops: Annotated[
         bool, typer.Option("--ops", help="Down to the first operation, with the line of your code.")
     ] = False,
+    recipe: From = "",
+    trust: Trust = False,
     json_: Json = False,
 ) -> None:
     """Say where two runs differ first: recipe, environment, data, then step, replica, phase and tensor.
 
+    Replica and tensor need the recipe: --recipe gives that of both, and --trust takes what each run names.
+
     Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
     """
-    difference = compare(a, b, recipes=(_recipe_of(a), _recipe_of(b)), operations=ops)
+    difference = None if recipe else compare(a, b, operations=ops)
+    if recipe or (difference is not None and difference.step is not None and difference.phase != "end"):
+        runs = _noted(a), _noted(b)
+        if recipe or trust or _agreed(runs):
+            recipes = _loaded(runs[0], recipe), _loaded(runs[1], recipe)
+            difference = compare(a, b, recipes=recipes, operations=ops)
+        elif runs[0].origin or runs[1].origin:
+            echo(f"phalanx: no step was computed again: {_unasked(runs, '--recipe')}", err=True)
     facts = {} if difference is None else {**dataclasses.asdict(difference), "text": str(difference)}
     show({"same": difference is None, **facts}, [[difference or "the same"]], json_=json_)
     if difference is not None:
@@ -78,12 +98,13 @@ def replay_step(
     failure: Annotated[bool, typer.Option("--failure", help="The step and replica at which the run failed.")] = False,
     pdb: Annotated[bool, typer.Option("--pdb", help="Stop at the first line of forward or loss.")] = False,
     recipe: From = "",
+    trust: Trust = False,
 ) -> None:
     """Compute one replica of one step of a run again, in this process."""
-    known = _known(run, recipe)
     if step < 0 and not failure:
         raise UsageError("--step is missing; give --step K --replica R, or --failure")
     where: dict[str, Any] = {} if failure else {"step": step, "replica": replica, "phase": phase or None}
+    known = _known(_noted(run), recipe, trust=trust)
     try:
         outcome = replay(known, run, **where, debug=pdb)
     except bdb.BdbQuit as error:
@@ -133,9 +154,10 @@ def check_recipe(
 @_untold()
 def verify_run(
     run: Annotated[str, typer.Argument(metavar="RUN|CERTIFICATE", help="A run's directory, or a certificate.")],
-    file: Annotated[str, typer.Argument(metavar="[FILE[:NAME]]", help="The recipe, if it is not where it was.")] = "",
+    file: Annotated[str, typer.Argument(metavar=f"[{FILE}]", help="The Python file that defines the recipe.")] = "",
     steps: Annotated[str, typer.Option("--steps", metavar="A:B", help="From, and up to but without.")] = "",
     workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes that compute.")] = 1,
+    trust: Trust = False,
     json_: Json = False,
 ) -> None:
     """Compute a run again from its snapshots and compare links; or train again what a certificate is of.
@@ -143,7 +165,8 @@ def verify_run(
     Exit status 0 if they are the same, 1 if they differ, 2 if that could not be told.
     """
     path = pathlib.Path(run)
-    known = _known(run, file, f"phalanx verify {run} FILE[:NAME]")
+    noted = _noted(run) if path.is_dir() else _noted(run, {"arguments": claim_of(path).get("arguments")})
+    known = _known(noted, file, "", trust=trust)
     if path.is_dir():
         verified = verify(known, path, steps=_range(steps), workers=workers)
     elif steps:
@@ -160,12 +183,13 @@ def certify_run(
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="Where to write it.")] = "certificate.json",
     recipe: From = "",
     workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes that compute.")] = 1,
+    trust: Trust = False,
 ) -> None:
     """Verify a run, and write what defined it, in which environment, and what came out of it.
 
     Exit status 0 if it is what it says, 1 if it is not, 2 if that could not be told; only 0 writes.
     """
-    known = _known(run, recipe)
+    known = _known(_noted(run), recipe, trust=trust)
     verified, facts = certify(known, pathlib.Path(run), workers=workers)
     if not facts:
         _end(verified, json_=False)
@@ -180,32 +204,70 @@ def _end(verified: Verified, *, json_: bool) -> None:
         raise typer.Exit(verified.status)
 
 
-def _recipe_of(run: str, file: str = "") -> Recipe | None:
-    """The recipe of a run, from ``file`` or the file that it noted, with its arguments; None where there is none."""
-    recorded = {}
-    if os.path.isdir(run):
+class Noted(NamedTuple):
+    """What a run says of its recipe: the file, as ``FILE:NAME`` or "", its hash, and arguments."""
+
+    run: str
+    origin: str
+    source: Any
+    arguments: dict[str, Any]
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return located(self.origin)[0]
+
+
+def _noted(run: str, record: dict[str, Any] | None = None) -> Noted:
+    if record is None:
         with contextlib.closing(side(run)) as known:
-            recorded = known.run
-    elif file:
-        recorded = claim_of(pathlib.Path(run))
-    origin, arguments = file or recorded.get("origin"), recorded.get("arguments")
-    if not isinstance(origin, str):
-        return None
-    try:
-        return load_recipe(origin, arguments if isinstance(arguments, dict) else ())[0]
-    except Exception as error:  # whatever the file does
-        if file:
-            raise
-        echo(f"phalanx: the recipe of {run} was not loaded from {origin}: {error}", err=True)
-        return None
+            record = known.run
+    path, name = located(str(record.get("origin") or ""))
+    origin = f"{os.path.abspath(path)}:{name}" if path else ""
+    return Noted(run, origin, record.get("source"), section(record, "arguments"))
 
 
-def _known(run: str, file: str, otherwise: str = "--recipe FILE[:NAME]") -> Recipe:
-    """The recipe in a file, or that of a run."""
-    known = _recipe_of(run, file)
+def _loaded(run: Noted, file: str) -> Recipe | None:
+    """The recipe in the file that the user gave, else in that which the run names, with the run's arguments."""
+    return load_recipe(file or run.origin, run.arguments)[0] if file or run.origin else None
+
+
+def _known(run: Noted, file: str, option: str = "--recipe", *, trust: bool) -> Recipe:
+    known = _loaded(run, file) if file or trust or _agreed([run]) else None
     if known is None:
-        raise UsageError(f"the recipe of {run} is not known; say where it is: {otherwise}")
+        raise UsageError(_unasked([run], option))
     return known
+
+
+def _agreed(runs: Sequence[Noted]) -> bool:
+    """Ask whether the files that runs name may be executed. Without a terminal, they may not."""
+    hashes = [source_hash(run.path) for run in runs]
+    if None in hashes or not (os.isatty(0) and os.isatty(2)):
+        return False
+    for run, known in zip(runs, hashes, strict=True):
+        same = "the recorded one" if known == run.source else "NOT the recorded one"
+        facts = f"It belongs to {_owner(run.path)}, and its hash is {same}."
+        echo(f"{printable(run.run)} names {printable(run.origin)} for the recipe. {facts}", err=True)
+    echo("Execute it? [y/N] ", nl=False, err=True)  # stdout is for what comes of it
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _owner(path: str) -> str:
+    try:
+        return pathlib.Path(path).owner()
+    except KeyError:
+        return f"uid {os.stat(path).st_uid}"
+
+
+def _unasked(runs: Sequence[Noted], option: str) -> str:
+    """What was not executed, and the command that would; ``option`` of it names the file, or its last argument."""
+    names = [f"{printable(run.run)} names {printable(run.origin) or 'no file'}" for run in runs]
+    found = {shlex.quote(run.origin) for run in runs if os.path.isfile(run.path) and run.origin.isprintable()}
+    words = [shlex.quote(word) for word in sys.argv[1:]]
+    named = "--trust" if len(found) > 1 else f"{option} {next(iter(found), FILE)}".strip()
+    words.insert(1 if option else len(words), named)
+    why = "what a run names is executed only if you say so; if you trust it" if found else "say where it is"
+    return f"{' and '.join(names)} for the recipe; {why}: phalanx {' '.join(words)}"
 
 
 def _range(steps: str) -> tuple[int, int] | None:

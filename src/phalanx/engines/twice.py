@@ -59,8 +59,8 @@ KEEPS = (
 )
 WRONG = (
     "nothing was updated. A processor or memory computes wrongly, or the model does not come to the same twice, as "
-    "phalanx check tells. phalanx verify RUN computes the replica once more and says which value was wrong; the same "
-    "call goes on from the newest snapshot"
+    "phalanx check tells. phalanx verify RUN FILE computes the replica once more and says which value was wrong; the "
+    "same call goes on from the newest snapshot"
 )
 
 

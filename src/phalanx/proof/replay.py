@@ -236,7 +236,7 @@ def failure_of(folder: pathlib.Path) -> Failed:
 
 def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
     """Call ``run`` under ``pdb``: stop at the first line of each of ``stops``, and where an exception is raised."""
-    debugger = pdb.Pdb()
+    debugger = pdb.Pdb(readrc=False)  # that of the working directory may be somebody else's
     debugger.reset()
     for code in stops:
         debugger.set_break(code.co_filename, code.co_firstlineno, funcname=code.co_name)
@@ -253,7 +253,8 @@ def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
             raise cause from None
         print(f"{type(cause).__name__}: {cause}", file=debugger.stdout)
         debugger.clear_all_breaks()
-        pdb.post_mortem(cause.__traceback__)
+        debugger.reset()
+        debugger.interaction(None, cause.__traceback__)
         raise
     finally:
         sys.settrace(before)

@@ -21,7 +21,7 @@ from phalanx.plan.lifecycle import Cause
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
 NO_TERMINAL = (
     "a debugger found no terminal in a worker process; train with engine='inline', which has the same bits and lets "
-    "breakpoint() stop in this process, or use phalanx replay RUN --step K --replica R --pdb"
+    "breakpoint() stop in this process, or use phalanx replay RUN --recipe FILE --step K --replica R --pdb"
 )
 WHERE = {
     "torn": "the optimizer, so the weights are not those of any step",
