@@ -248,7 +248,7 @@ def _agreed(runs: Sequence[Noted]) -> bool:
         same = "the recorded one" if known == run.source else "NOT the recorded one"
         facts = f"It belongs to {_owner(run.path)}, and its hash is {same}."
         echo(f"{printable(run.run)} names {printable(run.origin)} for the recipe. {facts}", err=True)
-    echo("Execute it? [y/N] ", nl=False, err=True)  # stdout is for what comes of it
+    typer.echo("Execute it? [y/N] ", nl=False, err=True)  # stdout is for what comes of it
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
