@@ -36,7 +36,7 @@ def often(monkeypatch):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("place", sample("stopped at", ["COMPUTING", "FOLDING", "UPDATING", "UPDATED"], 2))
 def test_once_it_is_woken_and_then_it_is_replaced(tmp_path, wanted, place, times):
-    """Stopped at a named point: it goes on as it is, or, if it is stopped again, another does; the digest is the same."""
+    """Stopped at a named point: it goes on, or, if it is stopped again, another does, to the same digest."""
     result = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, place, signal.SIGSTOP, times)).train(workers=3)
     assert_same(result, wanted)
     assert sprung(tmp_path) == times

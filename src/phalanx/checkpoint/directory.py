@@ -16,7 +16,7 @@ from phalanx.checkpoint import files, snapshot, tensors
 from phalanx.checkpoint.chain import CHAIN, body_of, missing
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
-from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError
+from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError, safe_str
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Incident, RunState, StepReport, Training
 
@@ -188,7 +188,7 @@ class EventLog(Observer):
         if error.batch is not None:
             with contextlib.suppress(OSError):
                 where["batch"] = tensors.write_tree(self._directory.root / BATCH, error.batch)
-        self._note("error", error=type(error).__name__, why=str(error), samples=samples, **where)
+        self._note("error", error=type(error).__name__, why=safe_str(error), samples=samples, **where)
 
     def retrained(self, change: Training) -> None:
         """Note it."""
