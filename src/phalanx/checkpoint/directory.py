@@ -34,6 +34,8 @@ class RunDirectory:
     path : str or path
     keep : int
         How many snapshots stay.
+    seize : bool
+        Whether to work in it though another process has the lock, as that one has fallen. If it lives, it ends.
 
     Attributes
     ----------
@@ -48,14 +50,15 @@ class RunDirectory:
         It cannot be made or written, or another run works in it.
     """
 
-    def __init__(self, path: Any, keep: int) -> None:
+    def __init__(self, path: Any, keep: int, *, seize: bool = False) -> None:
         self.path = pathlib.Path(path)
         self._keep = keep
         self.before_writing: list[Callable[[], None]] = []
         self._held = files.Held()
         try:
             self.root = _made(self.path)
-            self._lock, self._mine = self._held.add(files.locked(self.root / LOCK)), uuid.uuid4().hex.encode()
+            self._lock = self._held.add(files.locked(self.root / LOCK, seize=seize))
+            self._mine = uuid.uuid4().hex.encode()
             os.pwrite(self._lock, self._mine, 0)
             self._log = files.LineFile(self._held.add(files.open_log(self.root / LOG)), self.root / LOG)
             for folder in (self.root, self.root / SNAPSHOTS):
@@ -88,8 +91,9 @@ class RunDirectory:
         if self.held and os.pread(self._lock, len(self._mine), 0) != self._mine:
             self.close()
             raise SnapshotError(
-                f"another run has begun in {str(self.path)!r}, whose file system gave both of them the lock, so this "
-                "one ends and writes no more; give each run a directory of its own, or a file system with locks"
+                f"another run has begun in {str(self.path)!r}, or the other hosts did not hear this one and go on "
+                "without it, so this one ends and writes no more. If its file system gave two runs the lock, give each "
+                "a directory of its own, or a file system with locks"
             )
 
     def check_own(self, step: int) -> None:
@@ -195,7 +199,8 @@ class EventLog(Observer):
         self._note("thaw" if change.trained else "freeze", step=self._run_state.steps, names=list(change.names))
 
     def step(self, report: StepReport) -> None:
-        """Note what the step was."""
+        """Note what the step was, if no other run works here; the observers of this directory come after this one."""
+        self._directory.check_alone()
         measured = {} if report.metric is None else {"metric": report.metric, "metrics": dict(report.metrics)}
         columns = report.columns if report.losses or report.phases else {}
         measured |= {"losses": columns} if columns else {}

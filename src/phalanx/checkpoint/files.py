@@ -278,8 +278,8 @@ class Held:
                 os.close(self._descriptors.pop())
 
 
-def locked(path: pathlib.Path) -> int:
-    """A descriptor of the file, which is made if it is not there, with its lock.
+def locked(path: pathlib.Path, *, seize: bool = False) -> int:
+    """A descriptor of the file, which is made if it is not there, with its lock; ``seize``: or without.
 
     Raises
     ------
@@ -294,7 +294,8 @@ def locked(path: pathlib.Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             gc.collect()  # a holder that was dropped may wait for this
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not seize:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(descriptor)
         raise
