@@ -111,6 +111,7 @@ class Chained(Observer):
     def step(self, report: StepReport) -> None:
         """Add the step's link; digest the state if that is due."""
         assert self._chain is not None, "no step comes before begin"
+        self._directory.check_alone()
         brought, self._brought, self._added = self._brought, "", True
         self._engine.run_state.chain = self._chain.add(fields_of(report, self._definition, brought))
         self._note_early(self._chain)

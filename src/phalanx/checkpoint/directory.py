@@ -78,6 +78,11 @@ class RunDirectory:
         """Whether there is a snapshot of this step."""
         return snapshot.is_one(self.root / SNAPSHOTS / f"step-{step:012d}")
 
+    @property
+    def _alone(self) -> bool:
+        """Whether the mark of this run, which holds the directory, is still the last one."""
+        return os.pread(self._lock, len(self._mine), 0) == self._mine
+
     def check_alone(self) -> None:
         """Notice that another run works here, too: on some file systems both have the lock.
 
@@ -88,7 +93,7 @@ class RunDirectory:
         SnapshotError
             Another run's mark is in the lock file; this run writes nothing any more.
         """
-        if self.held and os.pread(self._lock, len(self._mine), 0) != self._mine:
+        if self.held and not self._alone:
             self.close()
             raise SnapshotError(
                 f"another run has begun in {str(self.path)!r}, or the other hosts did not hear this one and go on "
@@ -138,8 +143,8 @@ class RunDirectory:
                     files.remove(path)
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Add a line to the log. A log that cannot be written stops nothing."""
-        if self.held:
+        """Add a line to the log, unless another run works here. A log that cannot be written stops nothing."""
+        if self.held and self._alone:
             line = body_of({"time": round(time.time(), 3), "event": kind, **facts}) + "\n"
             self._log.add(line.encode())
 
@@ -199,8 +204,7 @@ class EventLog(Observer):
         self._note("thaw" if change.trained else "freeze", step=self._run_state.steps, names=list(change.names))
 
     def step(self, report: StepReport) -> None:
-        """Note what the step was, if no other run works here; the observers of this directory come after this one."""
-        self._directory.check_alone()
+        """Note what the step was."""
         measured = {} if report.metric is None else {"metric": report.metric, "metrics": dict(report.metrics)}
         columns = report.columns if report.losses or report.phases else {}
         measured |= {"losses": columns} if columns else {}
