@@ -23,10 +23,11 @@ leave the package: they break off work within it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 SHOWN_SAMPLES = 8
+SHOWN_CHARACTERS = 20_000  # of what an exception says, or of a traceback
 
 
 class PhalanxError(Exception):
@@ -160,3 +161,17 @@ def spell_samples(samples: Collection[int]) -> str:
     shown = ", ".join(str(int(sample)) for sample in itertools.islice(samples, SHOWN_SAMPLES))
     more = len(samples) - SHOWN_SAMPLES
     return f"[{shown}, ... and {more} more]" if more > 0 else f"[{shown}]"
+
+
+def safe_str(thing: object, spell: Callable[[object], str] = str) -> str:
+    """``str(thing)`` or ``repr(thing)``, of a bounded length. Never raises: user code may have written it."""
+    try:
+        return shortened(spell(thing))
+    except Exception as error:
+        return f"(its {spell.__name__}() raised {type(error).__name__})"
+
+
+def shortened(text: str) -> str:
+    """A text with its middle left out, if it is long."""
+    more, half = len(text) - SHOWN_CHARACTERS, SHOWN_CHARACTERS // 2
+    return f"{text[:half]} ... {more:,} more characters ... {text[-half:]}" if more > 0 else text

@@ -315,7 +315,7 @@ class Recipe(Definition):
             )
             undo.callback(supply.close if supply else bool)
             facts = self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting
-            later = self._succeed(own, engine, turn, lambda: run)
+            later = self._succeed(own, engine, turn, lambda: run, world)
             loop = Loop(*facts, None if settled is own else later)
             saver, more = keeping[-1] if keeping else None, (self._predicted, own.run_dir, settled.max_seconds)
             run = Run(self, engine, loop, saver, turn, called, *more)
@@ -325,15 +325,19 @@ class Recipe(Definition):
             undo.pop_all()
         return run
 
-    def _succeed(self, own: Any, engine: Any, turn: Turns, run: Callable[[], Run]) -> Iterator[list[Any]]:
-        """What this process does once it reports and saves in place of another, as soon as that lets go of run_dir."""
+    def _succeed(self, own: Any, engine: Any, turn: Turns, run: Callable[[], Run], world: Any) -> Iterator[list[Any]]:
+        """What this process does once it reports and saves in place of another, as soon as that lets go of run_dir.
+
+        At the end of a run nothing else would save, so it does not wait for the other, which may be stopped for good.
+        Members have agreed to go on without that one, and if all of them see one directory, what it has locked is that.
+        """
         options = SimpleNamespace(**vars(own) | {"resume": True, "warm_start": None})
         only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
         observers: list[Any] = [] if run().closed else watching(options, only, self, turn)
         saves, again = False, 0.0
         while not saves:
             try:
-                past = ResumeState(self, options)
+                past = ResumeState(self, options, seize=run().closed and world.members.folder is not None)
                 past.take_over(engine)
                 keeping = past.observers()
                 observers += keeping

@@ -245,22 +245,6 @@ def test_an_error_that_cannot_travel_is_told_by_name_and_text(kind):
     assert "in explode" in notes(several)
 
 
-class Mute(Exception):
-    """Cannot be shown."""
-
-    def __str__(self):
-        raise RuntimeError("no text")
-
-    __repr__ = __str__
-
-
-def test_an_error_that_cannot_be_shown_does_not_hang():
-    """An exception whose text raises ends the run with some error, as it does inline."""
-    for options in ({"engine": "inline"}, {"engine": "processes", "workers": 2}):
-        with pytest.raises(Exception):
-            recipe(**failing_at("loss", raising(Mute))).train(**options)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("workers", "slow"), cover("several errors", [2, 3, 4], [False, True]))
 def test_of_several_errors_the_one_of_the_lowest_replica_is_raised(slow, workers):

@@ -52,7 +52,9 @@ if options.pop("plant", False):
         share(self, chosen)
         next(iter(self._framework.export(0, copy=False, digest=False).params.values())).data.add_(1)
     Distributed._share = planted
-if options.pop("slow", False):
+if options.pop("apart", False):
+    options["run_dir"] += me
+if (whom := options.pop("slow", False)) and (whom is True or whom == me):
     options["evaluation"] = phalanx.Evaluation(slow, recipe.data, batch_size=2, every_steps=20, name="slow")
 try:
     options = {"workers": 6, "lost_after": 2.0, "deadline_seconds": 20.0, **options}
@@ -106,12 +108,12 @@ class OneHost:
 class Hosts:
     """Three hosts with a process of two workers each, which do steps slowly enough to be struck at one."""
 
-    def __init__(self, network, folder, pause=0.03, **options):
+    def __init__(self, network, folder, pause=0.03, size=3, **options):
         self.network, self.folder = network, folder
         self.command = [sys.executable, "-c", JOB, str(folder), json.dumps(options), str(pause)]
         self.wanted = wanted(stream=options.get("stream", False))
-        self.world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "3"}
-        self.processes = [self.begin(number) for number in range(3)]
+        self.world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(size)}
+        self.processes = [self.begin(number) for number in range(size)]
 
     def begin(self, number):
         return self.network.start(number, *self.command, RANK=str(number), **self.world)
@@ -388,6 +390,48 @@ def test_who_is_left_saves(three, tmp_path, during):
     resumed = again.train(engine="inline", run_dir=tmp_path / "run")
     assert resumed.resumed_from == STEPS
     assert resumed.digest == again.train(engine="inline").digest
+
+
+@pytest.mark.longest
+def test_who_is_stopped_at_the_end_is_not_waited_for(tmp_path):
+    """It has the lock of the directory that all see: another saves the end. Once it wakes, it changes nothing."""
+    with OneHost() as here:
+        hosts = Hosts(here, tmp_path, run_dir=str(tmp_path / "run"), snapshot_every=1000, slow=True)
+        hosts.at(STEPS - 2)
+        time.sleep(1)  # into the evaluation that follows the last step
+        strike(hosts.processes[0], signal.SIGSTOP)
+        found = hosts.ended(1, 2)
+        assert newest_step(tmp_path / "run") == STEPS
+        strike(hosts.processes[0], signal.SIGCONT)
+        assert "go on without it" in output(hosts.processes[0], 60)[1]
+    assert newest_step(tmp_path / "run") == STEPS
+    alone = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS).train(engine="inline", run_dir=tmp_path / "alone")
+    assert found[1]["chain"] == alone.chain
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(STEPS))
+    assert [line["event"] for line in lines][-1] == "end"
+    again = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS + 5)
+    resumed = again.train(engine="inline", run_dir=tmp_path / "run")
+    assert resumed.resumed_from == STEPS
+    assert resumed.digest == again.train(engine="inline").digest
+
+
+@pytest.mark.longest
+def test_an_end_that_nobody_could_save_is_said(tmp_path):
+    """Two have directories of their own, and who saves falls at the end: the other says so; the same call saves it."""
+    options = {"run_dir": str(tmp_path / "run"), "apart": True, "slow": "0", "snapshot_every": 1000, "size": 2}
+    with OneHost() as here:
+        hosts = Hosts(here, tmp_path, **options)
+        hosts.at(STEPS - 1)
+        time.sleep(0.3)  # process 1 waits for process 0, which evaluates
+        strike(hosts.processes[0], signal.SIGKILL)
+        status, text = output(hosts.processes[1], 60)
+        assert status == 0
+        assert f"step {STEPS}, the last one, may not be saved; the same call does that: process 0 is lost" in text
+        assert newest_step(tmp_path / "run0") < STEPS
+        again = Hosts(here, tmp_path, **options)
+        assert again.ended(0, 1)[0]["digest"] == json.loads(text.splitlines()[-1])["digest"]
+    assert newest_step(tmp_path / "run0") == STEPS
 
 
 @pytest.mark.long

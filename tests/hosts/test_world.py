@@ -107,6 +107,12 @@ class Fails:
         if rank == odd and report.step == 3:
             raise ValueError("boom")
 tried(lambda: family.recipe(4, steps=50).train(deadline_seconds=60, callbacks=[Fails()]).steps)
+class Mute(Exception):
+    def __str__(self):
+        raise LookupError("no text")
+def mute(output, target):
+    raise Mute
+tried(lambda: family.recipe(4, loss_fn=mute).train(deadline_seconds=60, workers=2).steps)
 told.append([results[0].steps, results[0].digest])
 """)
     mine, other = found[odd], found[1 - odd]
@@ -122,6 +128,7 @@ told.append([results[0].steps, results[0].digest])
     assert mine[2] == "enough"
     assert "left the run: it was closed after" in other[2]
     assert "left the run: it was closed after 4 steps, while handling ValueError: boom" in other[3]
+    assert all("Mute in user code" in told[4] for told in found), found
 
 
 @pytest.mark.long

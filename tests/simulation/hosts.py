@@ -115,7 +115,7 @@ class Simulation(Observer):
             "os": SimpleNamespace(
                 environ={}, getpid=lambda: schedule.process.life, getppid=lambda: schedule.lives(self.parent())
             ),
-            "stopped": lambda _: self.parent() in schedule.frozen,
+            "state": lambda _: b"T" if self.parent() in schedule.frozen else b"S",
             "STORES": Own(schedule, collections.Counter), "RUNS": Own(schedule, collections.Counter),
             "surroundings": lambda: (rank(), self.size, address_of(0), PORT), "towards": lambda _: "",
             "ends": lambda address: (address_of(rank()), address), "_host": lambda: f"host{rank()}",

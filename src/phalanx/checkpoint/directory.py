@@ -19,7 +19,7 @@ from phalanx.checkpoint import files, snapshot, tensors
 from phalanx.checkpoint.chain import CHAIN, body_of, missing
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
-from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError
+from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError, safe_str
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Incident, RunState, StepReport, Training
 
@@ -45,6 +45,8 @@ class RunDirectory:
     path : str or path
     keep : int
         How many snapshots stay.
+    seize : bool
+        Whether to work in it though another process has the lock, as that one has fallen. If it lives, it ends.
 
     Attributes
     ----------
@@ -59,7 +61,7 @@ class RunDirectory:
         It cannot be made or written, or another run works in it.
     """
 
-    def __init__(self, path: Any, keep: int) -> None:
+    def __init__(self, path: Any, keep: int, *, seize: bool = False) -> None:
         self.path = pathlib.Path(path)
         self._keep = keep
         self.before_writing: list[Callable[[], None]] = []
@@ -67,7 +69,8 @@ class RunDirectory:
         self._held = files.Held()
         try:
             self.root = _made(self.path)
-            self._lock, self._mine = self._held.add(files.locked(self.root / LOCK)), uuid.uuid4().hex.encode()
+            self._lock = self._held.add(files.locked(self.root / LOCK, seize=seize))
+            self._mine = uuid.uuid4().hex.encode()
             os.pwrite(self._lock, self._mine, 0)
             self._log = files.LineFile(self._held.add(files.open_log(self.root / LOG)), self.root / LOG)
             for folder in (self.root, self.root / SNAPSHOTS):
@@ -87,6 +90,11 @@ class RunDirectory:
         """Whether there is a snapshot of this step."""
         return snapshot.is_one(self.root / SNAPSHOTS / f"step-{step:012d}")
 
+    @property
+    def _alone(self) -> bool:
+        """Whether the mark of this run, which holds the directory, is still the last one."""
+        return os.pread(self._lock, len(self._mine), 0) == self._mine
+
     def check_alone(self) -> None:
         """Notice that another run works here, too: on some file systems both have the lock.
 
@@ -97,11 +105,12 @@ class RunDirectory:
         SnapshotError
             Another run's mark is in the lock file; this run writes nothing any more.
         """
-        if self.held and os.pread(self._lock, len(self._mine), 0) != self._mine:
+        if self.held and not self._alone:
             self.close()
             self.taken = SnapshotError(
-                f"another run has begun in {str(self.path)!r}, whose file system gave both of them the lock, so this "
-                "one ends and writes no more; give each run a directory of its own, or a file system with locks"
+                f"another run has begun in {str(self.path)!r}, or the other hosts did not hear this one and go on "
+                "without it, so this one ends and writes no more. If its file system gave two runs the lock, give each "
+                "a directory of its own, or a file system with locks"
             )
         if self.taken is not None:
             raise self.taken
@@ -148,8 +157,8 @@ class RunDirectory:
                     files.remove(path)
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Add a line to the log. A log that cannot be written stops nothing."""
-        if self.held:
+        """Add a line to the log, unless another run works here. A log that cannot be written stops nothing."""
+        if self.held and self._alone:
             line = body_of({"time": _now(), "event": kind, **facts}) + "\n"
             self._log.add(line.encode())
 
@@ -202,7 +211,7 @@ class EventLog(Observer):
         if error.batch is not None:
             with contextlib.suppress(OSError):
                 where["batch"] = tensors.write_tree(self._directory.root / BATCH, error.batch)
-        self._note("error", error=type(error).__name__, why=str(error), samples=samples, **where)
+        self._note("error", error=type(error).__name__, why=safe_str(error), samples=samples, **where)
 
     def retrained(self, change: Training) -> None:
         """Note it."""

@@ -281,8 +281,8 @@ class Held:
                 os.close(self._descriptors.pop())
 
 
-def locked(path: pathlib.Path) -> int:
-    """A descriptor of the file, which is made if it is not there, with its lock.
+def locked(path: pathlib.Path, *, seize: bool = False) -> int:
+    """A descriptor of the file, which is made if it is not there, with its lock; ``seize``: or without.
 
     Raises
     ------
@@ -298,7 +298,8 @@ def locked(path: pathlib.Path) -> int:
         except BlockingIOError:
             gc.collect()  # a holder that was dropped may wait for this
             time.sleep(0.1)  # who lists runs has it for a moment
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not seize:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(descriptor)
         raise

@@ -41,6 +41,8 @@ class ResumeState:
     definition : Definition
     options : namespace
         Those of ``Recipe.train``, settled. If evaluations and callbacks differ, there is only a warning.
+    seize : bool
+        As of ``RunDirectory``.
 
     Raises
     ------
@@ -50,7 +52,7 @@ class ResumeState:
         All of its snapshots are damaged, or that of ``warm_start`` is.
     """
 
-    def __init__(self, definition: Definition, options: SimpleNamespace) -> None:
+    def __init__(self, definition: Definition, options: SimpleNamespace, *, seize: bool = False) -> None:
         self._options = options
         self._definition = definition
         run_dir, beside = options.run_dir, (*options.evaluation, *options.callbacks)
@@ -68,7 +70,7 @@ class ResumeState:
         self._weights: Mapping[str, Tensor] | None = None
         try:
             if run_dir is not None:
-                self._directory = RunDirectory(run_dir, options.keep_snapshots)
+                self._directory = RunDirectory(run_dir, options.keep_snapshots, seize=seize)
                 self._earlier = newest_of(self._directory.root)
                 self._check_wanted(self._directory, run_dir)
             if options.warm_start is not None and self._earlier is None:

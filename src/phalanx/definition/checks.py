@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 
 SHOWN_CHARACTERS = 80
 OUTLINED = 6  # entries of a container
@@ -104,7 +104,7 @@ CALLBACKS = {
 
 def shown(value: Any) -> str:
     """``repr(value)`` on one line, cut to a readable length."""
-    text = " ".join(repr(value).split())
+    text = " ".join(safe_str(value, repr).split())
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
@@ -166,7 +166,7 @@ def comparing(compared: set[Any], what: Any) -> Iterator[None]:
         try:
             yield
         except ValueError as error:  # some losses raise it
-            _sizes(str(error))
+            _sizes(safe_str(error))
             raise
     compared.add(what)
 

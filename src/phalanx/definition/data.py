@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.definition import checks
 from phalanx.definition.checks import answering, check_numpy
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.plan import Indices, share_bounds
 
 READING = "while phalanx was reading sample"
@@ -178,7 +178,7 @@ class Drawn:
 def spelled(error: Exception) -> str:
     """What an error says, and which sample was being read, or what output and target were."""
     notes: list[str] = getattr(error, "__notes__", [])
-    return f"{error}{next((f' ({note})' for note in notes if note.startswith((READING, *checks.NOTES))), '')}"
+    return f"{safe_str(error)}{next((f' ({note})' for note in notes if note.startswith((READING, *checks.NOTES))), '')}"
 
 
 def open_data(data: Any, argument: str = "data") -> Columns | Samples:

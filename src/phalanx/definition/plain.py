@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.definition.checks import outline
-from phalanx.errors import PhalanxError, SnapshotError, UsageError
+from phalanx.errors import PhalanxError, SnapshotError, UsageError, safe_str
 
 MARK = "!"  # key of an object that stands for something that JSON lacks
 DEPTH = 40
@@ -194,7 +194,7 @@ def taking_over(part: str) -> Iterator[None]:
     except PhalanxError:
         raise
     except Exception as error:
-        why = error if isinstance(error, ValueError) else repr(error)
+        why = f"{type(error).__name__}: " * (not isinstance(error, ValueError)) + safe_str(error)
         raise SnapshotError(f"{part} in the snapshot does not fit this recipe's: {why}") from error
 
 

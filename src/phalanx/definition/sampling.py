@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition import checks
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.plan import DRAW_STREAM, SAMPLE_STREAM, SAMPLER_STREAM, Indices, Outputs, Plan, Seeded, key, outputs
 
 MOST_BATCHES = 1_000_000  # in an epoch, beside one for each sample: a generator that yields more has no end
@@ -153,7 +153,7 @@ class Batches:
                 drawn = iter(self._sampler(epoch, np.random.default_rng(seed)))
                 batches = list(itertools.islice(drawn, self._samples + MOST_BATCHES + 1))
         except Exception as error:
-            raise UsageError(f"{name} raised {type(error).__name__}: {error}; {LIST}") from error
+            raise UsageError(f"{name} raised {type(error).__name__}: {safe_str(error)}; {LIST}") from error
         if not batches:
             raise UsageError(f"{name} returned no batches; {LIST}")
         if len(batches) > self._samples + MOST_BATCHES:

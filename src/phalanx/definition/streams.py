@@ -23,7 +23,7 @@ from phalanx.definition.batches import own
 from phalanx.definition.data import Drawn, Stream, is_array
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import Each, check_like, encoded, hashed, taking_over
-from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, WorkerError
+from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, WorkerError, safe_str
 from phalanx.plan import buffer_slot, iterable_key, stream_sample_key
 from phalanx.surroundings import interrupts
 
@@ -158,8 +158,8 @@ class Reading:
         except PhalanxError:
             raise
         except Exception as error:
-            self._broken = f"{type(error).__name__} ({error}) {when}"
-            message = f"{type(error).__name__} in user code {when}, of a stream: {error}"
+            self._broken = f"{type(error).__name__} ({safe_str(error)}) {when}"
+            message = f"{type(error).__name__} in user code {when}, of a stream: {safe_str(error)}"
             raise WorkerError(message, samples=() if number is None else (number,)) from error
         except BaseException as error:
             self._broken = f"it was broken off by {type(error).__name__} {when}"

@@ -17,7 +17,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.gradients import Gradients, named
 from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.engines.twice import Twice
-from phalanx.errors import PhalanxError, RunError, WorkerError
+from phalanx.errors import PhalanxError, RunError, WorkerError, safe_str
 from phalanx.seams import Framework, Link
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
 from phalanx.shared.memory import RUNS
@@ -153,7 +153,7 @@ class Inline:
             self._framework.schedule(proposal.loss)
         except BaseException as error:
             moment = self._definition.rounds.at(t)
-            self.ended = f"{type(error).__name__} ({error}) at {moment} in {during}"
+            self.ended = f"{type(error).__name__} ({safe_str(error)}) at {moment} in {during}"
             if isinstance(error, PhalanxError) or not isinstance(error, Exception):
                 raise
             raise WorkerError(self.ended, step=moment.step) from error

@@ -24,7 +24,7 @@ from phalanx.engines.processes.driver import Processes, beside
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.readers import ahead_here
 from phalanx.engines.recovery.failures import Deadline
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.registry import as_factory, open_framework
 from phalanx.plan import Audit
 from phalanx.plan.fold import Placement, place
@@ -216,7 +216,7 @@ class Auto(Changing[Engine]):
         if of_handler(error):
             raise error
         self._consider = None
-        checks.warn(f"training goes on in this process (same answer), as it cannot move to workers: {error}")
+        checks.warn(f"training goes on in this process (same answer), as it cannot move to workers: {safe_str(error)}")
 
     def _judge(self) -> None:
         """Move back if the workers are slower."""

@@ -22,7 +22,7 @@ from phalanx.definition import generators
 from phalanx.definition.checks import takes
 from phalanx.definition.digest import digest_of
 from phalanx.definition.fields import Definition
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.record import Made, Record
 from phalanx.frameworks.record import stored as stored_array
 from phalanx.seams import Framework
@@ -126,7 +126,7 @@ def _made(definition: Definition) -> Any:
     except Exception as error:
         called = "it is called without arguments: wrap it in functools.partial or a lambda if it needs some"
         way = called if isinstance(error, TypeError) else "the traceback above says where"
-        raise UsageError(f"make_model raised {type(error).__name__}: {error}; {way}") from error
+        raise UsageError(f"make_model raised {type(error).__name__}: {safe_str(error)}; {way}") from error
 
 
 def _drawing() -> dict[str, int]:

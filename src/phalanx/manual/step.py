@@ -21,7 +21,7 @@ from phalanx.definition import checks
 from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Share, map_tree, open_batch
 from phalanx.definition.fields import Definition
-from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
+from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, safe_str, spell_samples
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, placed
 from phalanx.frameworks.torch.environment import plain_autograd
@@ -185,7 +185,7 @@ class Task:
             error.add_note(f"at {self}")
             raise
         except Exception as error:
-            message = f"{type(error).__name__} in user code at {self}: {error}"
+            message = f"{type(error).__name__} in user code at {self}: {safe_str(error)}"
             raise WorkerError(message, replica=self.replica, samples=self.share.samples) from error
 
 

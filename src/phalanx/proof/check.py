@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.definition import checks
-from phalanx.errors import PhalanxError, StateError, UsageError
+from phalanx.errors import PhalanxError, StateError, UsageError, safe_str
 from phalanx.frameworks import registry
 from phalanx.proof.diff import diff
 from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN
@@ -100,7 +100,7 @@ def check(
             except PhalanxError as error:
                 if isinstance(error, UsageError) and DETERMINISTIC not in str(error):
                     raise
-                reason = str(error.__cause__ or error).strip().splitlines()[0]
+                reason = safe_str(error.__cause__ or error).strip().splitlines()[0]
                 row = Row(what, None, f"{type(error).__name__}: {reason}")
             if what == ANY:  # nothing was promised of it
                 row = dataclasses.replace(row, digest="not compared")

@@ -19,7 +19,7 @@ from phalanx import errors
 from phalanx.checkpoint.chained import tensors_of
 from phalanx.checkpoint.snapshot import Snapshot, read
 from phalanx.definition.fields import Definition
-from phalanx.errors import PhalanxError, SnapshotError, UsageError
+from phalanx.errors import PhalanxError, SnapshotError, UsageError, safe_str
 from phalanx.proof.difference import SIDES, Difference, Unequal, flat, in_common, parting, taken, unequal
 from phalanx.proof.instant import Instant, devices_of, whole
 from phalanx.proof.sides import Side, another, different_fields, side
@@ -309,7 +309,7 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
         done = instant.replica(replica, Watch(tell, operations=operations))
     except PhalanxError as error:
         cause = error.__cause__ or error
-        text = f"{type(cause).__name__}: {cause}"
+        text = f"{type(cause).__name__}: {safe_str(cause)}"
         return [*records, ComputedValue("forward", "exception", {"exception": taken(text)})]
     records.append(ComputedValue("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss")))
     gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}

@@ -20,7 +20,7 @@ from phalanx.checkpoint.tensors import read_tree
 from phalanx.definition import checks
 from phalanx.definition.data import map_tree
 from phalanx.definition.fields import Definition
-from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
+from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, safe_str
 from phalanx.frameworks.registry import as_factory
 from phalanx.proof.instant import Instant, nearest, of_updates
 from phalanx.proof.sides import another, side
@@ -251,7 +251,7 @@ def debugged(run: Callable[[], Any], stops: Sequence[types.CodeType]) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, bdb.BdbQuit):
             raise cause from None
-        print(f"{type(cause).__name__}: {cause}", file=debugger.stdout)
+        print(f"{type(cause).__name__}: {safe_str(cause)}", file=debugger.stdout)
         debugger.clear_all_breaks()
         debugger.reset()
         debugger.interaction(None, cause.__traceback__)

@@ -93,7 +93,7 @@ class Beacon:
                 self.listen(now)
             if now >= self.next:
                 self.next = now + self.every
-                if not stopped(self.parent):
+                if state(self.parent) not in (b"T", b"t"):
                     self.beat()
             self.notify_who_lives(now)
         for _ in range(FAREWELLS):
@@ -216,11 +216,11 @@ class Beacon:
         return True
 
 
-def stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP."""
+def state(pid: int) -> bytes:
+    """What the kernel says of a process: T if it is stopped, as by SIGSTOP, t if a debugger stopped it."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    return False
+        return file.read().rpartition(b")")[2].split()[0]
+    return b""
 
 
 if __name__ == "__main__":

@@ -152,12 +152,15 @@ class Distributed(Changing[Processes]):
     def _see_off(self) -> None:
         """Wait until all members have done all steps: one that was a step behind when another fell needs the state."""
         try:
+            self._kept_up(self._world.check)  # else a member whose fall was heard of just now would not be missed
             while not self._world.members.finish():
                 time.sleep(WAKING_SECONDS)
                 self._kept_up(self._world.check)
-        except PeersLostError:  # all is done here, so nothing is needed of the others
+        except PeersLostError as error:  # all is done here, so nothing is needed of the others
             if not self._whole:
                 raise
+            if self._world.run_dir is not None and not self.run_state.leads:
+                checks.warn(f"step {self._steps}, the last one, may not be saved; the same call does that: {error}")
 
     def _quit(self, way: str, why: str, step: int | None = None) -> None:
         """Copy the state after the last finished step to the caller, as far as it is whole, and leave the run."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from phalanx.checkpoint.directory import MARK, first, is_marked
 from phalanx.engines.hosts import beacon
-from phalanx.errors import LeftError, PeersLostError
+from phalanx.errors import LeftError, PeersLostError, safe_str
 from phalanx.plan.membership import Addressed, Agreement, Message, quorum
 from phalanx.surroundings import interrupts, presence
 
@@ -44,7 +44,7 @@ class Farewell(NamedTuple):
         """
         ways = {PeersLostError: LEAVES, LeftError: CLOSED, KeyboardInterrupt: CLOSED}
         way = next((way for kind, way in ways.items() if isinstance(error, kind)), FAILED)
-        return cls(way, f"{type(error).__name__}: {error}".removesuffix(": "))
+        return cls(way, f"{type(error).__name__}: {safe_str(error)}".removesuffix(": "))
 
 
 class Members:

@@ -80,7 +80,7 @@ class World:
         self.members.look_for({rank: [there, port + rank] for rank in range(1 if self.rank else self.size)})
         self.joins, self.keeper = False, 0
         self._gloo: Gloo | None = None
-        self._run_dir: pathlib.Path | None = None
+        self.run_dir: pathlib.Path | None = None
         self._own: Any = None  # one store for all incarnations that this process proposes
         self._names = dict[int, str]()
         try:
@@ -133,7 +133,7 @@ class World:
 
     def elect(self, run_dir: pathlib.Path | None) -> bool:
         """Agree on the keeper, the first process whose directory has the newest snapshot; returns whether it is me."""
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         if self.joins:
             self.members.folder = run_dir
             return False
@@ -145,12 +145,12 @@ class World:
 
     def share(self) -> None:
         """See whether all members see the keeper's directory."""
-        if self.rank == self.keeper and self._run_dir is not None:
-            mark(self._run_dir, self.members.run)
+        if self.rank == self.keeper and self.run_dir is not None:
+            mark(self.run_dir, self.members.run)
         self.odd_one(b"marked")
-        sees = self._run_dir is not None and is_marked(self._run_dir, self.members.run)
+        sees = self.run_dir is not None and is_marked(self.run_dir, self.members.run)
         if self.odd_one(bytes([sees])) is None and sees:
-            self.members.folder = self._run_dir
+            self.members.folder = self.run_dir
 
     def agree_anew(self, how_stopped: dict[str, Any], least: int) -> dict[str, Any]:
         """Agree with the members that are left on the next incarnation.
@@ -188,7 +188,7 @@ class World:
         self.members.begin(chosen["run"], chosen["number"], places)
         self._hosts = {int(rank): host for rank, host in chosen["hosts"].items()}
         self.keeper = chosen["keeper"]
-        self.members.folder = self._run_dir if chosen["shared"] else None
+        self.members.folder = self.run_dir if chosen["shared"] else None
         self.run, self._tcp = chosen["run"] + chosen["number"], tuple(chosen["store"])
         self.rank, self.size = self.members.ranks.index(self.members.me), len(places)
         try:

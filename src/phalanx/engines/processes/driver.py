@@ -21,7 +21,7 @@ from phalanx.engines.processes.serialization import pack_recipe
 from phalanx.engines.readers import Readers
 from phalanx.engines.recovery.failures import Deadline, FailureLog
 from phalanx.engines.recovery.supervisor import Supervisor
-from phalanx.errors import LostError, PhalanxError, RunError, SeveredError
+from phalanx.errors import LostError, PhalanxError, RunError, SeveredError, safe_str
 from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
@@ -220,7 +220,8 @@ class Processes:
                 with interrupts.held():
                     self.fetch(save=False)
             except BaseException as error:
-                self.lost, self.ended = True, self.ended or f"its state could not be taken home: {error!r}"
+                self.lost = True
+                self.ended = self.ended or f"its state could not be taken home: {safe_str(error, repr)}"
                 if not isinstance(error, PhalanxError):
                     raise
             finally:

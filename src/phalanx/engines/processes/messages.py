@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
+from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError, safe_str, shortened
 from phalanx.plan.lifecycle import Cause
 
 BROKEN_OFF = "stayed in user code after Ctrl-C and was ended"  # a death that the caller caused
@@ -65,7 +65,7 @@ class WorkerMessage:
 
     def spelled(self, kind: str) -> str:
         """The error, its step, and where it was raised."""
-        return f"{type(self.content).__name__} ({self.content}) at step {self.step} in {WHERE[kind]}"
+        return f"{type(self.content).__name__} ({safe_str(self.content)}) at step {self.step} in {WHERE[kind]}"
 
 
 class Carried:
@@ -87,7 +87,7 @@ def picklable(error: BaseException) -> Any:
         except Exception:
             continue
     kind = type(error)
-    return type(kind.__name__, (RuntimeError,), {"__module__": kind.__module__})(str(error))
+    return type(kind.__name__, (RuntimeError,), {"__module__": kind.__module__})(safe_str(error))
 
 
 def _uncarried(kind: type[BaseException], arguments: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
@@ -99,7 +99,7 @@ def _uncarried(kind: type[BaseException], arguments: tuple[Any, ...], state: dic
 
 def sendable(error: BaseException) -> tuple[Any, Any, str]:
     """An error as it travels: itself, its cause, and where it was raised."""
-    text = "".join(traceback.format_exception(error))
+    text = shortened("".join(traceback.format_exception(error)))
     cause = error.__cause__
     return picklable(error), None if cause is None else picklable(cause), text
 
@@ -134,8 +134,9 @@ def unfit(error: BaseException) -> BaseException:
     if isinstance(error, PhalanxError):
         return error
     failure = UsageError(
-        f"a worker process could not make the recipe its own: {type(error).__name__}: {error}; a worker is a new "
-        "interpreter with your sys.path and environment: what the recipe needs must be there, or use engine='inline'"
+        f"a worker process could not make the recipe its own: {type(error).__name__}: {safe_str(error)}; a worker is "
+        "a new interpreter with your sys.path and environment: what the recipe needs must be there, or use "
+        "engine='inline'"
     )
     return caused(failure, error)
 

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from phalanx.definition import checks
+from phalanx.engines.hosts.beacon import state
 from phalanx.engines.processes.messages import BROKEN_OFF, End, WorkerMessage, ended
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.recovery.failures import Deadline, FailureLog, HangWatch
@@ -32,6 +33,9 @@ from phalanx.shared.memory import Memories, fence, order
 from phalanx.surroundings import interrupts, presence
 
 POLL_MILLISECONDS = 50
+# Polls in a row without progress, from one look for stopped workers to the next: three seconds of this process's own
+# time. Slurm's suspend stops some processes by SIGTSTP two seconds before it stops all; none of these is woken.
+QUIET_POLLS = 60
 FAREWELL_SECONDS = 1.0
 PATIENCE_SECONDS = 1.0  # that workers have to leave user code after Ctrl-C
 LONG = 1 << 62
@@ -55,11 +59,13 @@ class WorkerHandle:
         When it was started, on the clock of ``time.monotonic``.
     ready : bool
         Whether it has said that it can begin.
+    woken : bool
+        Whether it was stopped, and was made to go on.
     """
 
     def __init__(self, number: int, memories: Sequence[int]) -> None:
         self.number = number
-        self.ended = self.ready = False
+        self.ended = self.ready = self.woken = False
         self.born = time.monotonic()
         mine, theirs = socket.socketpair()
         output, errors = os.pipe(), os.pipe()
@@ -107,7 +113,7 @@ class WorkerHandle:
         """Kill it at once, without asking the zygote, which clears away the rest of it."""
         if not self.ended:
             self.ended = True
-            self._shoot()
+            self.send(signal.SIGKILL)
             self._close()
 
     def end(self) -> int | None:
@@ -118,7 +124,7 @@ class WorkerHandle:
         try:
             return self._zygote.end(self.pid)
         except StartError:  # the kernel ends workers with their zygote; what one started is in a process group
-            self._shoot()
+            self.send(signal.SIGKILL)
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
             return None
@@ -129,10 +135,11 @@ class WorkerHandle:
         self.ended = True
         self._close()
 
-    def _shoot(self) -> None:
+    def send(self, number: int) -> None:
+        """Send it a signal."""
         with contextlib.suppress(OSError):
             if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self.pidfd, number)
 
     def _close(self) -> None:
         self.channel.close()
@@ -355,6 +362,9 @@ class WorkerPool:
             self._handle({fd for fd, _ in events})
             if watch.expired(counters.activity(), starting=bool(self._starting)):
                 self._kill_hung()
+            elif watch.quiet >= QUIET_POLLS:
+                watch.quiet = 0
+                self._wake_stopped()
 
     def _in_user_code(self, number: int) -> bool:
         """Whether a worker may be in the user's code: it computes, and waits for nobody."""
@@ -378,6 +388,19 @@ class WorkerPool:
             if handle.number in late:
                 self._died(handle, (why, Cause.ITSELF))
         self._deadline.doubted = True
+
+    def _wake_stopped(self) -> None:
+        """Have workers that somebody stopped go on, once each; those that are stopped again count as dead.
+
+        Not those that a debugger stopped. All others wait for a stopped worker, and so do ``result()`` and Ctrl-C.
+        """
+        for handle in self._living():
+            if state(handle.pid) == b"T" and handle.woken:
+                self._died(handle, ("was stopped again after it had been woken, and was killed", Cause.ANYBODY))
+            elif state(handle.pid) == b"T":
+                presence.say(f"worker {handle.number} was stopped, as by SIGSTOP, so it is sent SIGCONT")
+                handle.woken = True
+                handle.send(signal.SIGCONT)
 
     def _patience(self) -> float:
         return self._deadline.seconds(task=self.counters.kind == TASK, once=not self._failures.replaceable)

@@ -35,7 +35,7 @@ from phalanx.definition import checks
 from phalanx.definition.batches import bounds
 from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import module_of, parts_of
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.registry import adopt_numeric_environment, harmless_warnings, numeric_environment
 from phalanx.frameworks.registry import reduced as reduced_by_frameworks
 from phalanx.shared.layout import row_major
@@ -199,8 +199,8 @@ def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *
         path, culprit = _culprit(thing, reducer)
         path = path.removeprefix("fields.")
         raise UsageError(
-            f"{path} ({checks.shown(culprit)}) cannot be sent to a worker process: {error}; make it where it is used, "
-            "in the worker, for instance at the first __getitem__ or forward. If this process has done so, "
+            f"{path} ({checks.shown(culprit)}) cannot be sent to a worker process: {safe_str(error)}; make it where it "
+            "is used, in the worker, for instance at the first __getitem__ or forward. If this process has done so, "
             "let its class leave it out: def __getstate__(self): return {**vars(self), 'file': None}. Or use "
             "engine='inline' (same answer)"
         ) from error

@@ -72,10 +72,16 @@ class Deadline:
 
 
 class HangWatch:
-    """Notices that nothing has changed for ``seconds()``. Time in which this process was stopped does not count."""
+    """Notices that nothing has changed for ``seconds()``. Time in which this process was stopped does not count.
+
+    Attributes
+    ----------
+    quiet : int
+        In how many checks in a row nothing had changed. A process that is stopped makes none.
+    """
 
     def __init__(self, seconds: Callable[[], float]) -> None:
-        self._seconds = seconds
+        self._seconds, self.quiet = seconds, 0
         self._last = b""
         self._since = self._seen = time.monotonic()
 
@@ -84,8 +90,9 @@ class HangWatch:
         now = time.monotonic()
         asleep, self._seen = now - self._seen > AWAKE_SECONDS, now
         if progress != self._last or asleep:
-            self._last, self._since = progress, now
+            self._last, self._since, self.quiet = progress, now, 0
             return False
+        self.quiet += 1
         expired = now - self._since > max(self._seconds(), STARTING if starting else 0)
         if expired:
             self._since = now

@@ -16,7 +16,7 @@ from phalanx.engines.processes.messages import WorkerMessage, first_error, unfit
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
 from phalanx.engines.recovery.failures import FailureLog
-from phalanx.errors import LostError
+from phalanx.errors import LostError, safe_str
 from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.fold import Placement
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide, judge
@@ -298,7 +298,7 @@ class Supervisor:
         ]:
             raise LostError(
                 f"step {again[0].step} was done again after a worker had ended, and raised what it had not raised "
-                f"before: {again[0].content!r}"
+                f"before: {safe_str(again[0].content, repr)}"
             )
         batch = self._batches.get(step)
         if batch is not None:

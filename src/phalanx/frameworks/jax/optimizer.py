@@ -18,7 +18,7 @@ import optax
 from jax.interpreters import partial_eval
 
 from phalanx.definition.fields import Definition
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.jax.state import Trees, is_key, plain, strong
 from phalanx.shared.layout import SHARED
@@ -59,7 +59,7 @@ class Update:
             _, after = jax.eval_shape(self._updated, params, start, params)
         except Exception as error:
             raise UsageError(
-                f"optimizer raised {type(error).__name__}: {error}; it is used as in updates, state = "
+                f"optimizer raised {type(error).__name__}: {safe_str(error)}; it is used as in updates, state = "
                 f"optimizer.update(gradient, state, params), as in {EXAMPLE}"
             ) from error
         self._params, self._state = _specs(params), _specs(start)
@@ -225,7 +225,7 @@ def build(definition: Definition) -> optax.GradientTransformation:
             transformation = transformation()
         except Exception as error:
             raise UsageError(
-                f"optimizer raised {type(error).__name__}: {error}; for parameters in jax arrays it is an "
+                f"optimizer raised {type(error).__name__}: {safe_str(error)}; for parameters in jax arrays it is an "
                 f"optax.GradientTransformation, or a function without arguments that returns one, as in {EXAMPLE}"
             ) from error
     if not isinstance(transformation, optax.GradientTransformation):

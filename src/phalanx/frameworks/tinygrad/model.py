@@ -21,7 +21,7 @@ from tinygrad.nn.state import get_state_dict
 from tinygrad.tensor import Tensor
 
 from phalanx.definition.fields import Definition
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.arithmetic import Gradient
 from phalanx.frameworks.arrays import State
 from phalanx.frameworks.tinygrad import devices
@@ -179,8 +179,8 @@ def _check_copies(model: Model) -> None:
         copy.deepcopy(model.whole, {id(tensor): tensor for tensor in model.listed})
     except Exception as error:
         raise UsageError(
-            f"make_model returned a {type(model.whole).__name__} that cannot be copied ({error}), and the result is a "
-            "copy; keep what cannot be copied out of it, or give it a __deepcopy__"
+            f"make_model returned a {type(model.whole).__name__} that cannot be copied ({safe_str(error)}), and the "
+            "result is a copy; keep what cannot be copied out of it, or give it a __deepcopy__"
         ) from error
 
 
@@ -255,8 +255,8 @@ def _made(definition: Definition, listed: Sequence[Tensor]) -> Optimizer:
             optimizer = definition.optimizer(list(listed))
     except Exception as error:
         raise UsageError(
-            f"optimizer raised {type(error).__name__}: {error}; it is called with get_parameters(model), as in "
-            f"{EXAMPLE}"
+            f"optimizer raised {type(error).__name__}: {safe_str(error)}; it is called with get_parameters(model), as "
+            f"in {EXAMPLE}"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise UsageError(

@@ -11,7 +11,7 @@ import torch
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.torch import accelerators
 from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient
@@ -114,7 +114,7 @@ class TorchDevice(Torch):
             with accelerators.watched([self._device]):
                 return self._lane.gradient(todo) if watch is None else self._lane.watched(todo, watch)
         except RuntimeError as error:
-            if "does not have a deterministic implementation" not in str(error):
+            if "does not have a deterministic implementation" not in safe_str(error):
                 raise
             name = str(error).split(" does not have")[0]
             instead = next((way for part, way in INSTEAD.items() if part in name), "use another operation")

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 TRAINED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()  # what factories returned, while it lives
@@ -77,7 +77,7 @@ def copied(argument: str, model: Model, way_out: str) -> Model:
             return copy_of_it
     except Exception as error:
         cause = error
-    reason = cause or "its copy is not independent"
+    reason = safe_str(cause or "its copy is not independent")
     raise UsageError(f"{argument} is a {type(model).__name__} that cannot be copied ({reason}){way_out}") from cause
 
 

@@ -25,7 +25,7 @@ from phalanx.definition.data import map_tree
 from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
 from phalanx.definition.plain import check_like, inexact, is_flag
 from phalanx.definition.reachable import reachable, values
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.replica.buffers import LOOKED
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
@@ -399,7 +399,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         try:
             optimizer.step()
         except Exception as error:
-            if "closure" not in str(error):
+            if "closure" not in safe_str(error):
                 raise
             raise _with_closure(type(optimizer)) from error
         return
@@ -443,8 +443,9 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
         returned = factory(*_wanted(factory, list(named), model))
     except Exception as error:
         raise UsageError(
-            f"optimizer raised {type(error).__name__}: {error}; mend its arguments. It gets (name, parameter) pairs; "
-            f"the model, if its parameter is called model. If it takes parameters without names: {OLD_STYLE}"
+            f"optimizer raised {type(error).__name__}: {safe_str(error)}; mend its arguments. It gets (name, "
+            "parameter) pairs; the model, if its parameter is called model. If it takes parameters without names: "
+            f"{OLD_STYLE}"
         ) from error
     optimizers: list[torch.optim.Optimizer] = list(returned) if isinstance(returned, (list, tuple)) else [returned]
     if not optimizers:

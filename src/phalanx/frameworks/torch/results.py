@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from phalanx.definition.digest import digest_of
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.torch.optimizer import Updates
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.snapshot import entries
@@ -120,7 +120,7 @@ def copied(model: torch.nn.Module, memo: dict[Any, Any] | None = None) -> torch.
             return copy.deepcopy(model, memo)
     except Exception as error:
         raise UsageError(
-            f"the model ({type(model).__name__}) cannot be copied in the middle of a run ({error}), and run.model and "
-            "run.result() are other objects than the one that is trained; use run.params, run.predict and "
-            "run.evaluate, or take result() after the run"
+            f"the model ({type(model).__name__}) cannot be copied in the middle of a run ({safe_str(error)}), and "
+            "run.model and run.result() are other objects than the one that is trained; use run.params, run.predict "
+            "and run.evaluate, or take result() after the run"
         ) from error

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.definition import checks, generators
 from phalanx.definition.fields import Definition
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, safe_str
 from phalanx.plan import update_key
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -147,7 +147,7 @@ class Schedules:
                     scheduler.step()
             self._check(versions)
         except (TypeError, AttributeError) as error:
-            raise UsageError(f"scheduler raised {type(error).__name__}: {error}; {WITHHELD}") from error
+            raise UsageError(f"scheduler raised {type(error).__name__}: {safe_str(error)}; {WITHHELD}") from error
         finally:
             self._put(states, members)
 
@@ -245,7 +245,7 @@ def _made(make: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRSched
         scheduler = make(optimizer)
     except Exception as error:
         raise UsageError(
-            f"scheduler raised {type(error).__name__}: {error}; it is called with the optimizer, as in "
+            f"scheduler raised {type(error).__name__}: {safe_str(error)}; it is called with the optimizer, as in "
             "scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 30)"
         ) from error
     if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):

@@ -15,7 +15,7 @@ from phalanx.definition import checks
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
-from phalanx.errors import InPartsError, UsageError
+from phalanx.errors import InPartsError, UsageError, safe_str
 from phalanx.frameworks.torch.arithmetic import Gradient, word_sum
 from phalanx.frameworks.torch.environment import explain
 from phalanx.frameworks.torch.model import check_mode
@@ -361,13 +361,14 @@ def substituted(named: Sequence[tuple[str, torch.nn.Parameter]], weights: Mappin
 def _explain(error: Exception, samples: int) -> None:
     """Raise a clearer error where torch's comes from how the batch was dealt, or from its compiler's limits."""
     explain(error)
-    if "to be Long" in str(error) or "type Long but" in str(error):
+    text = safe_str(error)
+    if "to be Long" in text or "type Long but" in text:
         raise UsageError(
-            f"a loss was called with targets of too few bits ({error}); classes are numbered in int64: convert them "
+            f"a loss was called with targets of too few bits ({text}); classes are numbered in int64: convert them "
             "with .astype(numpy.int64) (a tensor: .long())"
         ) from error
-    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+    if isinstance(error, ValueError) and "more than 1 value per channel" in text:
         raise UsageError(
-            f"BatchNorm cannot normalise a share of {samples} sample ({error}); raise batch_size or lower replicas so "
+            f"BatchNorm cannot normalise a share of {samples} sample ({text}); raise batch_size or lower replicas so "
             "that every share has at least 2 samples; drop_last=True drops a short last batch"
         ) from error
