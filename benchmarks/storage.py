@@ -126,9 +126,9 @@ def main() -> None:
     text = [
         "# What disks do to a run", "",
         step.circumstances("storage.py"), "",
-        f"A run of {test_disks.STEPS} steps with snapshots, a chain, a log, EMA, SaveBest and a schedule on a metric does",
-        f"{len(disk.log)} operations on files. Wrong is: another digest, root, loss, metric or average, or a file with",
-        "other content of which no warning told, after the same call went on. States that are equal are tried once.",
+        f"A run of {test_disks.STEPS} steps with snapshots, a chain, a log, EMA, SaveBest and a schedule on a metric",
+        f"does {len(disk.log)} operations on files. Wrong is: another digest, root, loss, metric or average, or a file",
+        "with other content of which no warning told, after the same call went on. Equal states are tried once.",
         f"{(time.monotonic() - began) / 60:.0f} minutes.", "", *table(rows), "",
     ]  # fmt: skip
     print("\n".join(text))
