@@ -111,7 +111,7 @@ def main() -> None:
         "",
         "Bits, stretches and lines are changed, values of JSON, headers of tensors. In half of the snapshots and",
         "chains checksums are made to agree with that. Each file is then read in one of the ways that read it: train,",
-        "load, warm_start, diff, verify, certify, replay, report, runs, export. Wrong is: an error not of phalanx's own,",
+        "load, warm_start, diff, verify, certify, replay, report, runs, export. Wrong is: an error not of phalanx,",
         f"another answer, more than {SECONDS:.0f} s or {BYTES >> 20} MB. Files grow by at most a few MB.",
         f"{(time.monotonic() - began) / 60:.0f} minutes.",
         "",
