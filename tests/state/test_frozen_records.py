@@ -1,4 +1,4 @@
-"""What was frozen and thawed is on the disk before the snapshot that follows: else nobody could compute its steps again."""
+"""What was frozen and thawed is on the disk before the snapshot that follows, so that steps can be computed again."""
 
 import pytest
 
