@@ -93,11 +93,9 @@ class Setting:
 
     root: pathlib.Path
     digest: str = ""
-    best: bytes = b""
     states: dict[int, Any] = field(default_factory=dict)  # weights by step
     replica: float = 0.0  # the loss of a replica of step 3
     claim: dict[str, Any] = field(default_factory=dict)
-    events: list[Any] = field(default_factory=list)
 
     @classmethod
     def make(cls, root):
@@ -120,7 +118,6 @@ class Setting:
         (root / CERTIFICATE).write_text(json.dumps(made.claim, indent=1) + "\n")
         made.states = {step: weights(phalanx.load(folder_of(root / "run", step))) for step in (2, NEWER)}
         shutil.copy(best_of(root / "run"), root / GIVEN)
-        made.best = (root / GIVEN).read_bytes()
         made.replica = phalanx.replay(recipe(), root / "run", step=3, replica=1, progress=False).loss
         return made
 
