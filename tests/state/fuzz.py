@@ -116,6 +116,8 @@ class Setting:
             told |= {"phase": "", "workers": [0, 1], "sums": [1, 2], "samples": [1, 2]}
             file.write(json.dumps(told) + "\n")
         (root / CERTIFICATE).write_text(json.dumps(made.claim, indent=1) + "\n")
+        for run in ("run", "other", "failed"):
+            timeless(root / run / EVENTS)
         made.states = {step: weights(phalanx.load(folder_of(root / "run", step))) for step in (2, NEWER)}
         shutil.copy(best_of(root / "run"), root / GIVEN)
         made.replica = phalanx.replay(recipe(), root / "run", step=3, replica=1, progress=False).loss
@@ -124,6 +126,17 @@ class Setting:
 
 CERTIFICATE, GIVEN = "certificate.json", "given.safetensors"
 RECORDS = records_of(pathlib.Path(CHAIN)).name
+
+
+def timeless(path):
+    """Times and processes in a log are always the same, so that a seed plays a mutation again."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    known = {"seconds": 0.5, "pid": 1}
+    told = [
+        {**event, **{name: known[name] for name in known if name in event}, "time": float(number)}
+        for number, event in enumerate(events)
+    ]
+    path.write_text("".join(json.dumps(event) + "\n" for event in told))
 
 
 def weights(loaded):

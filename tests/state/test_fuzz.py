@@ -148,3 +148,14 @@ def test_a_log_of_events_does_not_decide_what_is_verified(place, facts):
     with (place / "run" / LOG).open("a") as file:
         file.write(json.dumps({"time": 1.0, **told}) + "\n")
     assert phalanx.verify(fuzz.recipe(), place / "run", progress=False).status == 0
+
+
+def test_odd_values_are_shown_in_short(place):
+    """What a log says of a batch is not told in full where it is odd: it may be as long as a file."""
+    path = place / "failed" / LOG
+    *lines, last = [json.loads(line) for line in path.read_text().splitlines() if '"error"' in line]
+    assert not lines
+    path.write_text(json.dumps({**last, "batch": {"!": "x" * 100_000}}) + "\n")
+    with pytest.raises(phalanx.SnapshotError, match="unknown kind") as refusal:
+        phalanx.replay(fuzz.recipe(), place / "failed", progress=False)
+    assert len(str(refusal.value)) < 400

@@ -196,7 +196,8 @@ def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed
     )
 
 
-FAILURE = {"step": int, "replica": int, "phase": str, "workers": Each(int), "sums": Each(int)}
+FAILURE = {"step": int, "replica": int, "phase": str, "workers": Each(int), "sums": Each(int)}  # in the log
+UNSAID: dict[str, Any] = {"phase": "", "workers": [], "sums": []}
 
 
 class Failed(NamedTuple):
@@ -232,11 +233,11 @@ def failure_of(folder: pathlib.Path) -> Failed:
         It did not fail, or the error names no replica.
     """
     for event in events(folder, newest_first=True):
-        told = {"phase": "", "workers": [], "sums": [], **event} if event.get("event") == "error" else {}
-        facts = {name: told.get(name) for name in FAILURE}
+        facts: dict[str, Any] = {name: event.get(name, UNSAID.get(name)) for name in FAILURE}
         with contextlib.suppress(ValueError):  # it names no step and replica, or was changed
             check_like(facts, FAILURE, "it")
-            return Failed(**facts, structure=event.get("batch"))
+            if event["event"] == "error":
+                return Failed(**facts, structure=event.get("batch"))
     raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
 
 
