@@ -129,8 +129,10 @@ RECORDS = records_of(pathlib.Path(CHAIN)).name
 
 
 def timeless(path):
-    """Times and processes in a log are always the same, so that a seed plays a mutation again."""
+    """Times, processes and order in a log are always the same, so that a seed plays a mutation again."""
+    order = ("start", "snapshot", "step", "error", "end")
     events = [json.loads(line) for line in path.read_text().splitlines()]
+    events.sort(key=lambda event: (event["step"], order.index(event["event"]) if event["event"] in order else -1))
     known = {"seconds": 0.5, "pid": 1}
     told = [
         {**event, **{name: known[name] for name in known if name in event}, "time": float(number)}
