@@ -119,9 +119,9 @@ def test_a_certificate(tmp_path):
     for name, value in {"steps": 3, "chain": "0" * 64, "digest": "0" * 64}.items():
         path.write_text(json.dumps({**facts, name: value}))
         assert check_certificate(path, job).status == 1, name
-    path.write_text(json.dumps({**facts, "recipe": ["no recipe"]}))
+    path.write_text(json.dumps({**facts, "recipe": {"format": 0}}))
     assert "cannot be read" in check_certificate(path, job).text
-    for text in ("{}", "[]", json.dumps({**facts, "steps": "4"})):
+    for text in ("{}", "[]", json.dumps({**facts, "steps": "4"}), json.dumps({**facts, "recipe": ["no recipe"]})):
         path.write_text(text)
         with pytest.raises(phalanx.UsageError, match="no certificate"):
             check_certificate(path, job)

@@ -40,8 +40,9 @@ class Csv:
         folder = (run.run_dir or pathlib.Path()).resolve()
         self._csv = pathlib.Path(folder / "log.csv" if self._target is None else self._target)
         self._csv.parent.mkdir(parents=True, exist_ok=True)
-        rows = self._rows() if steps and self._csv.exists() else []
-        done = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < steps]
+        with files.used(self._csv):
+            rows = self._rows() if steps and self._csv.exists() else []
+            done = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < steps]
         self._begin(list(dict.fromkeys(name for row in done for name in row if name and row[name])), done)
 
     def write(self, step: int, row: Row) -> None:

@@ -118,9 +118,9 @@ class ChainFile:
                 os.write(self._records, line.encode())
 
     def sync(self) -> None:
-        """Sync the links to the disk: a snapshot must not be newer than they are."""
-        if self._held.mine:
-            os.fsync(self._descriptor)
+        """Sync links and records to the disk: a snapshot must not be newer than they are."""
+        for descriptor in (self._descriptor, self._records) if self._held.mine else ():
+            os.fsync(descriptor)
 
     def close(self) -> None:
         """Write no more."""

@@ -17,14 +17,14 @@ import weakref
 from typing import Any
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.chain import BROUGHT, CHAIN, ChainFile, Links, body_of, missing, records
+from phalanx.checkpoint.chain import BROUGHT, CHAIN, ChainFile, Links, body_of, missing, records, records_of
 from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.saver import Pacing
 from phalanx.checkpoint.snapshot import tensors_of
 from phalanx.checkpoint.tensors import leaf
 from phalanx.definition.data import Drawn
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import hashed
+from phalanx.definition.plain import Each, check_like, hashed
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import Engine, Observer
@@ -153,12 +153,13 @@ def retrained_in(root: pathlib.Path | None) -> dict[int, list[Training]]:
     changes: dict[int, list[Training]] = {}
     if root is None or not files.is_there(root / CHAIN):
         return changes
-    with Links(root / CHAIN) as links:
+    with files.used(records_of(root / CHAIN)), Links(root / CHAIN) as links:
         for record in records(root / CHAIN, "run", TRAINING):
             step = record["step"]
             if record["kind"] != TRAINING:  # the run went on from there, and later steps were done again
                 changes = {done: listed for done, listed in changes.items() if done <= step}
             elif step <= len(links) and links.before(step) == record["link"]:
+                check_like([record["names"], record["trained"]], [Each(str), bool], "a record of what was frozen")
                 changes.setdefault(step, []).append(Training(tuple(record["names"]), record["trained"]))
     return changes
 

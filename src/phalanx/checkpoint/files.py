@@ -8,6 +8,7 @@ lets go of them, and one holder at a time has the lock of a file.
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import fcntl
 import gc
@@ -28,7 +29,8 @@ from phalanx.surroundings import presence
 TEMPORARY = ".tmp-"
 MODE, FOLDER_MODE = 0o600, 0o700
 A_LINK = "it is a symbolic link"
-MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what odd JSON raises
+# What odd JSON and CSV raise.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def decoded(value: Any, find: Callable[[Any, str], Any], path: str) -> Any:
                 }
                 if len(pairs) == len(content):
                     return pairs if kind == "dict" else collections.Counter(pairs)
-    raise ValueError(f"{path} is of an unknown kind: {kind!r}")
+    raise ValueError(f"{path} is of an unknown kind: {kind!r:.80}")
 
 
 def distinct_names(values: Mapping[str, Any], taken: Iterable[str]) -> dict[str, Any]:

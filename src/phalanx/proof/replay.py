@@ -20,6 +20,7 @@ from phalanx.checkpoint.tensors import read_tree
 from phalanx.definition import checks
 from phalanx.definition.data import map_tree
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import Each, check_like
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, safe_str
 from phalanx.frameworks.registry import as_factory
 from phalanx.proof.instant import Instant, nearest, of_updates
@@ -195,6 +196,10 @@ def replayed(instant: Instant, replica: int, *, debug: bool = False) -> Replayed
     )
 
 
+FAILURE = {"step": int, "replica": int, "phase": str, "workers": Each(int), "sums": Each(int)}  # in the log
+UNSAID: dict[str, Any] = {"phase": "", "workers": [], "sums": []}
+
+
 class Failed(NamedTuple):
     """Where a run failed: step, replica, the structure of the caller's batch, if one was brought, and the phase.
 
@@ -228,9 +233,11 @@ def failure_of(folder: pathlib.Path) -> Failed:
         It did not fail, or the error names no replica.
     """
     for event in events(folder, newest_first=True):
-        if event.get("event") == "error" and event.get("step") is not None and event.get("replica") is not None:
-            where = event["step"], event["replica"], event.get("batch"), str(event.get("phase", ""))
-            return Failed(*where, event.get("workers", ()), event.get("sums", ()))
+        facts: dict[str, Any] = {name: event.get(name, UNSAID.get(name)) for name in FAILURE}
+        with contextlib.suppress(ValueError):  # it names no step and replica, or was changed
+            check_like(facts, FAILURE, "it")
+            if event["event"] == "error":
+                return Failed(**facts, structure=event.get("batch"))
     raise UsageError(f"no step of the run in {str(folder)!r} failed; name one with --step and --replica")
 
 

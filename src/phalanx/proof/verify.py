@@ -22,7 +22,7 @@ from phalanx.checkpoint.files import read as read_file
 from phalanx.checkpoint.resume import losses_in, read_any
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import changes
+from phalanx.definition.plain import changes, check_like
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.proof.difference import parted
@@ -34,7 +34,7 @@ from phalanx.surroundings.presence import shows
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit statuses
 FORMAT = 1
-FIELDS = {"recipe", "environment", "steps", "chain", "digest"}  # of a certificate
+FIELDS = {"recipe": dict, "environment": dict, "steps": int, "chain": str, "digest": str}  # of a certificate
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ def verify(
         if outcome.status == SAME and steps is None and run.chain.first:
             lost = f"{run.chain.path} begins at step {run.chain.first}: the links before are not there to be compared"
             return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {lost}")
-        return outcome if outcome.status else dataclasses.replace(outcome, text=outcome.text + _blamed(recipe, path))
+        blamed = "" if outcome.status else _blamed(recipe, path, len(run.chain))
+        return dataclasses.replace(outcome, text=outcome.text + blamed)
 
 
 def _cut(run: Side, *, whole: bool) -> str:
@@ -138,19 +139,20 @@ def _damaged(recipe: Definition, run: Side, stretches: Sequence[tuple[int, int]]
     return ""
 
 
-def _blamed(recipe: Definition, folder: pathlib.Path) -> str:
+def _blamed(recipe: Definition, folder: pathlib.Path, steps: int) -> str:
     """Which worker was wrong where an audit ended the run, in words; "" where none did, or its batch was brought."""
     try:
         failed = failure_of(folder)
     except UsageError:
         return ""
-    if not failed.sums or failed.structure is not None:
+    known = 0 <= failed.step <= steps and 0 <= failed.replica < recipe.replicas  # the log may say anything
+    if not (known and failed.sums) or failed.structure is not None:
         return ""
     devices = devices_of(folder, failed.step)
     with Instant(recipe, nearest(folder, failed.step), folder=folder, devices=devices) as instant:
         instant.go_to(failed.step, failed.phase or None, progress=False)
         right = instant.sums(failed.replica)
-    wrong = sorted({worker for worker, came in zip(failed.workers, failed.sums, strict=True) if came not in right})
+    wrong = sorted({worker for worker, came in zip(failed.workers, failed.sums, strict=False) if came not in right})
     named = f"; of replica {failed.replica} of step {failed.step}, of which an audit had two values,"
     if len(wrong) == 1 and any(came in right for came in failed.sums):
         return f"{named} worker {wrong[0]} had the wrong one"
@@ -289,8 +291,9 @@ def claim_of(path: pathlib.Path) -> dict[str, Any]:
     """
     try:
         claim: dict[str, Any] = json.loads(read_file(path.resolve()))
-        if claim["certificate"] != FORMAT or set(claim) < FIELDS or not isinstance(claim["steps"], int):
-            raise ValueError("it lacks fields")
+        if claim["certificate"] != FORMAT:
+            raise ValueError(f"it is of format {claim['certificate']!r:.80}")
+        check_like({name: claim.get(name) for name in FIELDS}, FIELDS, "it")
     except (OSError, *MALFORMED) as error:
         raise UsageError(f"{str(path)!r} is no certificate: {error}; give one that phalanx certify wrote") from error
     return claim
