@@ -39,8 +39,8 @@ class Queue(nn.Module):
 
 
 def recipe(make_model, replicas=4, **more):
-    facts = {"batch_size": 16, "steps": 5, **more}
-    return phalanx.Recipe(make_model, (X, Y), nn.functional.cross_entropy, replicas=replicas, **facts)
+    facts = {"batch_size": 16, "steps": 5, "loss_fn": nn.functional.cross_entropy, **more}
+    return phalanx.Recipe(make_model, (X, Y), replicas=replicas, **facts)
 
 
 def quiet(recipe, **options):
@@ -70,6 +70,36 @@ def test_a_queue_seen_late_is_one_warning(options):
         warnings.simplefilter("always")
         recipe(lambda: Queue(since=5), steps=12).train(progress=False, **options)
     assert ["looks like a queue" in str(each.message) for each in told] == [True]
+
+
+def writing(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def reading(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model.body(x), y)
+
+
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize(("first", "every"), [(True, 1), (False, 1), (True, 3)], ids=["first", "second", "seldom"])
+def test_a_queue_in_one_phase_is_refused(first, every, options):
+    """A queue that one of two phases writes is refused in the third step that has this phase, and not before."""
+    phases = [phalanx.Phase(writing, every=every, loss_takes="model"), phalanx.Phase(reading, loss_takes="model")]
+    over = recipe(Queue, loss_fn=None, phases=phases if first else phases[::-1], steps=3 * every)
+    with pytest.raises(phalanx.UsageError, match="'queue' looks like a queue"):
+        over.train(progress=False, **options)
+    quiet(over.replace(steps=3 * every - every), **options)
+    quiet(over.replace(buffers={"queue": "mean"}), **options)
+
+
+def test_a_queue_in_one_phase_seen_late_is_one_warning():
+    """A queue that the second phase begins to write later does not end the run: there is one warning."""
+    phases = [phalanx.Phase(reading, loss_takes="model"), phalanx.Phase(writing, loss_takes="model")]
+    with pytest.warns(UserWarning, match="looks like a queue") as told:
+        recipe(lambda: Queue(since=5), loss_fn=None, phases=phases, steps=12).train(progress=False, engine="inline")
+    assert len(told) == 1
 
 
 def test_refuse_names_the_buffer():

@@ -77,7 +77,7 @@ class Torch:
         return Lane(definition, model, feed.batch, Buffers(model, definition.buffers), AmbiguousMean(definition))
 
     def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
-        self._lane = self._lane_on(definition, model)
+        self._lane, self._rounds = self._lane_on(definition, model), definition.rounds
         self.held = {"model": self._lane.model}
         self._updates = updates_of(definition, self._lane.named, model)
         contexts = compiled({"make_model": model, **definition.holders})
@@ -109,7 +109,8 @@ class Torch:
         if buffers is None:
             self._lane.buffers.expect()
         else:
-            self._lane.buffers.settle(buffers, step)
+            moment = self._rounds.at(step)
+            self._lane.buffers.settle(buffers, moment.step // self._rounds.every[moment.phase])
         self._updates.apply(step, gradient)
         if buffers is not None and self._updates.custom:
             self.written = self._lane.buffers.keep()
