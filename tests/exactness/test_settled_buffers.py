@@ -226,6 +226,38 @@ def test_parameters_stay_in_evaluations():
         recipe(lambda: Changing("evaluated")).train(engine="inline", evaluation=evaluation)
 
 
+class Decaying(nn.Module):
+    """Scales its output by 0.9 of a weight: written in evaluations or in training, or computed without a write."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.body, self.w = how, nn.Linear(8, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        w = self.w
+        if self.how == "computed":
+            w = self.w * 0.9
+        elif self.how == ("trained" if self.training else "evaluated"):
+            with torch.no_grad():
+                self.w.mul_(0.9)
+        return self.body(x) * w
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_write_in_an_evaluation_has_a_way_out(replicas):
+    """A parameter that is written in an evaluation is refused for any R, and what the message advises works."""
+    evaluation = phalanx.Evaluation({"mean": lambda output, target: output.mean()}, (X, Y))
+    with pytest.raises(phalanx.UsageError, match="'w' was written in place in an evaluation") as caught:
+        recipe(lambda: Decaying("evaluated"), replicas).train(engine="inline", evaluation=evaluation)
+    assert "w = self.w * 0.9" in str(caught.value)
+    assert "in training" in str(caught.value)
+    assert not any(word in str(caught.value) for word in ("buffer", "replicas=1"))
+    for how in ("computed", *(["trained"] if replicas == 1 else [])):
+        quiet(recipe(lambda: Decaying(how), replicas), engine="inline", evaluation=evaluation)  # noqa: B023
+    with pytest.raises(phalanx.UsageError, match="use a buffer for what forward updates, or replicas=1"):
+        recipe(lambda: Decaying("trained")).train(engine="inline")
+
+
 @pytest.mark.parametrize("kind", ["", "empty", "back"])
 def test_modules_may_come(kind):
     """Modules without parameters may come, and a parameter that is put back stays what it was."""
