@@ -306,22 +306,21 @@ def retrain(updates: Updates, change: Training) -> None:
         vars(schedule).pop("options_checksum", None)
 
 
-def eval_point(updates: Updates) -> dict[str, torch.Tensor] | None:
-    """The parameters where optimizers with two modes, as schedule-free ones, want a model evaluated; None without any.
+def eval_point(updates: Updates) -> dict[str, torch.Tensor]:
+    """The parameters where optimizers with two modes, as schedule-free ones, want a model evaluated.
 
-    It is computed on a copy: ``train()`` is not the inverse of ``eval()`` in bits.
+    It is computed on a copy: ``train()`` is not the inverse of ``eval()`` in bits. Hooks are not copied.
     """
-    if not any(map(_has_modes, updates.optimizers)):
-        return None
     named = copy.deepcopy(updates.named, memo := dict[int, Any]())
-    for optimizer in filter(_has_modes, updates.optimizers):
+    for optimizer in filter(has_modes, updates.optimizers):
         other = _alike(optimizer)  # optimizers copy themselves without attributes of their own
         vars(other).update(copy.deepcopy(vars(other), memo))
         other.eval()
     return {name: parameter.detach() for name, parameter in named}
 
 
-def _has_modes(optimizer: Any) -> bool:
+def has_modes(optimizer: Any) -> bool:
+    """Whether an optimizer has a point to train at, and another to evaluate at."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
@@ -418,11 +417,11 @@ def step_alone(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dic
 
 
 def _alike(optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer with the attributes of another."""
+    """An optimizer with the attributes of another, but for its hooks and ``step``, which a schedule wraps."""
     trial = object.__new__(type(optimizer))
-    vars(trial).update(
-        {name: value for name, value in vars(optimizer).items() if name != "step"}
-    )  # a schedule wraps it
+    for name, value in vars(optimizer).items():
+        if name != "step":
+            vars(trial)[name] = {} if name.startswith("_optimizer_") else value
     return trial
 
 
@@ -451,7 +450,7 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
         raise UsageError(f"optimizer returned an empty {type(returned).__name__}; as in {EXAMPLE}")
     for optimizer in optimizers:
         _check_kind(optimizer)
-        if _has_modes(optimizer):
+        if has_modes(optimizer):
             cast("Any", optimizer).train()
         for group in optimizer.param_groups:
             if not math.isfinite(group.get("lr", 0.0)):
