@@ -24,7 +24,7 @@ from phalanx.definition.checks import parameters_of
 from phalanx.definition.data import map_tree
 from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
 from phalanx.definition.plain import check_like, inexact, is_flag
-from phalanx.definition.reachable import reachable, values
+from phalanx.definition.reachable import values
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.replica.buffers import LOOKED
@@ -172,13 +172,11 @@ class Update:
             self.apart = before[0] != after[0] or not before[1] <= after[1]
             self._count += 1
 
-    @functools.cached_property
-    def _held(self) -> list[Any]:
-        """The model, and all that it leads to."""
-        return [value for _, value in reachable({"model": self._model})]
-
     def _beside(self) -> tuple[Any, set[Any]]:
-        """Options, and what hooks and the model hold; and which tensors are the state of each parameter."""
+        """Options, and what hooks and the model hold; and which tensors are the state of each parameter.
+
+        A walk that leaves out the model's modules ends at them, so nothing that they hold has to be known or kept.
+        """
         state = [pair for optimizer in self.optimizers for pair in optimizer.state.items() if pair[1]]
         odd = [key for key, _ in state if not isinstance(key, torch.Tensor)]
         held = {(id(key), *map(id, items.values())) for key, items in state if isinstance(items, dict)}
@@ -187,7 +185,7 @@ class Update:
         if self._count not in LOOKED:
             hooks = [(each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks) for each in self.optimizers]
             roots = {"hooks": hooks, "steps": [vars(each).get("step") for each in self.optimizers]}
-            known += self._held
+            known += self._model.modules()
         return (repr((self.options()[0], odd)), values(roots, known)), held
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
