@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.callbacks import EMA, SaveBest
+from phalanx.frameworks.torch.optimizer import eval_point
 
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] * X[:, 1] > 0).long()
@@ -245,8 +246,9 @@ def test_hooks_are_not_copied(engine):
 def test_workers_begin_without_a_copy(monkeypatch):
     """Whether an optimizer has two modes is asked when workers begin; what it trains is not copied for that."""
     seen = []
-    whole = phalanx.frameworks.torch.adapter.eval_point
-    monkeypatch.setattr("phalanx.frameworks.torch.adapter.eval_point", lambda updates: seen.append(1) or whole(updates))
+    monkeypatch.setattr(
+        "phalanx.frameworks.torch.adapter.eval_point", lambda updates: seen.append(1) or eval_point(updates)
+    )
     recipe, _ = job(evaluated=False, engine="inline")
     seen.clear()
     with recipe.start(workers=2, progress=False) as run:
