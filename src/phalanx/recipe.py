@@ -143,8 +143,8 @@ class Recipe(Definition):
     def train(self, **options: Unpack[Options]) -> Result:
         """Run the recipe to its end. Options change the speed, never the answer, but for those that say so.
 
-        Those are ``callbacks`` that stop the run, as EarlyStopping does, ``max_seconds``, ``warm_start`` and
-        ``resume="anyway"``.
+        Those are ``callbacks`` that stop the run or freeze and thaw (EarlyStopping, Thaw), ``max_seconds``,
+        ``warm_start``, ``resume="anyway"`` and ``nondeterministic="allow"``.
 
         Parameters
         ----------
@@ -180,8 +180,8 @@ class Recipe(Definition):
         deadline_seconds : float or "auto"
             A worker process that does nothing for longer counts as hung: it is killed and replaced. "auto": 20 usual
             steps, at least a minute; 10 minutes before the first step is done, for a chunk of an evaluation, and for
-            who tries again; never under a debugger. Over several hosts: how long to wait for a process that lives, 120
-            s by default (``docs/hosts.md``).
+            a worker that repeats a step in which one was killed as hung; never under a debugger. Over several hosts:
+            how long to wait for a process that lives, 120 s by default (``docs/hosts.md``).
         lost_after : float
             Over several hosts: seconds after which a process that is not heard is lost. The others go on without it.
         min_hosts : int

@@ -69,11 +69,13 @@ def propose(
     definition: Definition,
     t: int,
     shares: Sequence[Share],
+    gradients: Callable[..., Iterator[Computed]] | None = None,
     compare: Callable[[], None] | None = None,
 ) -> Proposal:
     """Compute step ``t``, or update ``t`` if steps have phases: gradients of the replicas, fold, screen.
 
-    ``compare`` is called when all replicas are computed everywhere, and nothing is folded yet.
+    ``gradients`` takes the place of the framework's. ``compare`` is called when all replicas are computed everywhere,
+    and nothing is folded yet.
 
     Raises
     ------
@@ -87,7 +89,7 @@ def propose(
     try:
         ran = [replica for replica in link.hosted if len(shares[replica].samples)]
         moment, work = definition.rounds.at(t), todo(definition, t, ran, shares)
-        computing, of_replica = framework.gradients(work), {one.replica: one for one in work}
+        computing, of_replica = (gradients or framework.gradients)(work), {one.replica: one for one in work}
         mine = [
             _part(framework, link, definition, computing, moment, replica, of_replica.get(replica))
             for replica in link.hosted

@@ -39,8 +39,8 @@ class Queue(nn.Module):
 
 
 def recipe(make_model, replicas=4, **more):
-    facts = {"batch_size": 16, "steps": 5, **more}
-    return phalanx.Recipe(make_model, (X, Y), nn.functional.cross_entropy, replicas=replicas, **facts)
+    facts = {"batch_size": 16, "steps": 5, "loss_fn": nn.functional.cross_entropy, **more}
+    return phalanx.Recipe(make_model, (X, Y), replicas=replicas, **facts)
 
 
 def quiet(recipe, **options):
@@ -70,6 +70,36 @@ def test_a_queue_seen_late_is_one_warning(options):
         warnings.simplefilter("always")
         recipe(lambda: Queue(since=5), steps=12).train(progress=False, **options)
     assert ["looks like a queue" in str(each.message) for each in told] == [True]
+
+
+def writing(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def reading(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model.body(x), y)
+
+
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize(("first", "every"), [(True, 1), (False, 1), (True, 3)], ids=["first", "second", "seldom"])
+def test_a_queue_in_one_phase_is_refused(first, every, options):
+    """A queue that one of two phases writes is refused in the third step that has this phase, and not before."""
+    phases = [phalanx.Phase(writing, every=every, loss_takes="model"), phalanx.Phase(reading, loss_takes="model")]
+    over = recipe(Queue, loss_fn=None, phases=phases if first else phases[::-1], steps=3 * every)
+    with pytest.raises(phalanx.UsageError, match="'queue' looks like a queue"):
+        over.train(progress=False, **options)
+    quiet(over.replace(steps=3 * every - every), **options)
+    quiet(over.replace(buffers={"queue": "mean"}), **options)
+
+
+def test_a_queue_in_one_phase_seen_late_is_one_warning():
+    """A queue that the second phase begins to write later does not end the run: there is one warning."""
+    phases = [phalanx.Phase(reading, loss_takes="model"), phalanx.Phase(writing, loss_takes="model")]
+    with pytest.warns(UserWarning, match="looks like a queue") as told:
+        recipe(lambda: Queue(since=5), loss_fn=None, phases=phases, steps=12).train(progress=False, engine="inline")
+    assert len(told) == 1
 
 
 def test_refuse_names_the_buffer():
@@ -194,6 +224,38 @@ def test_parameters_stay_in_evaluations():
     evaluation = phalanx.Evaluation({"mean": lambda output, target: output.mean()}, (X, Y))
     with pytest.raises(phalanx.UsageError, match="parameter 'scale'"):
         recipe(lambda: Changing("evaluated")).train(engine="inline", evaluation=evaluation)
+
+
+class Decaying(nn.Module):
+    """Scales its output by 0.9 of a weight: written in evaluations or in training, or computed without a write."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.body, self.w = how, nn.Linear(8, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        w = self.w
+        if self.how == "computed":
+            w = self.w * 0.9
+        elif self.how == ("trained" if self.training else "evaluated"):
+            with torch.no_grad():
+                self.w.mul_(0.9)
+        return self.body(x) * w
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_write_in_an_evaluation_has_a_way_out(replicas):
+    """A parameter that is written in an evaluation is refused for any R, and what the message advises works."""
+    evaluation = phalanx.Evaluation({"mean": lambda output, target: output.mean()}, (X, Y))
+    with pytest.raises(phalanx.UsageError, match="'w' was written in place in an evaluation") as caught:
+        recipe(lambda: Decaying("evaluated"), replicas).train(engine="inline", evaluation=evaluation)
+    assert "w = self.w * 0.9" in str(caught.value)
+    assert "in training" in str(caught.value)
+    assert not any(word in str(caught.value) for word in ("buffer", "replicas=1"))
+    for how in ("computed", *(["trained"] if replicas == 1 else [])):
+        quiet(recipe(lambda: Decaying(how), replicas), engine="inline", evaluation=evaluation)  # noqa: B023
+    with pytest.raises(phalanx.UsageError, match="use a buffer for what forward updates, or replicas=1"):
+        recipe(lambda: Decaying("trained")).train(engine="inline")
 
 
 @pytest.mark.parametrize("kind", ["", "empty", "back"])

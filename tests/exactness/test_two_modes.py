@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.callbacks import EMA, SaveBest
+from phalanx.frameworks.torch.optimizer import eval_point
 
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] * X[:, 1] > 0).long()
@@ -78,9 +80,9 @@ def loss(output, target):
     return F.cross_entropy(output, target)
 
 
-def job(replicas=4, evaluated=True, callbacks=(), **options):
+def job(replicas=4, evaluated=True, callbacks=(), optimizer=ScheduleFree, **options):
     recipe = phalanx.Recipe(
-        make_model, (X, Y), F.cross_entropy, replicas=replicas, batch_size=24, steps=STEPS, optimizer=ScheduleFree
+        make_model, (X, Y), F.cross_entropy, replicas=replicas, batch_size=24, steps=STEPS, optimizer=optimizer
     )
     if evaluated:
         options["evaluation"] = phalanx.Evaluation(loss, (X, Y), every_steps=3)
@@ -206,3 +208,51 @@ def test_saving_the_average(tmp_path):
         )
         with found as run:
             assert all(torch.equal(run.params[name], value) for name, value in expected.items())
+
+
+class Logger:
+    """Holds the model and a lock, which cannot be copied; counts its calls."""
+
+    def __init__(self, model):
+        self.model, self.lock, self.steps = model, threading.Lock(), 0
+
+    def after(self, *_):
+        with self.lock:
+            self.steps += 1
+
+
+def hooked(model):
+    optimizer, logger = ScheduleFree(model.parameters()), Logger(model)
+    optimizer.register_step_post_hook(logger.after)
+    optimizer.register_step_pre_hook(functools.partial(Logger.after, logger))
+    optimizer.register_state_dict_pre_hook(logger.after)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["inline", *(pytest.param(name, marks=pytest.mark.long) for name in ENGINES if name != "inline")],
+)
+def test_hooks_are_not_copied(engine):
+    """An optimizer with hooks that hold a lock and the model is evaluated at its point, as one without hooks is."""
+    _, result = job(optimizer=hooked, **ENGINES[engine])
+    _, plain = job(engine="inline")
+    assert [item.value for item in result.metric_history] == [item.value for item in plain.metric_history]
+    for name, value in plain.averaged.items():
+        assert torch.equal(result.averaged[name], value)
+
+
+@pytest.mark.long
+def test_workers_begin_without_a_copy(monkeypatch):
+    """Whether an optimizer has two modes is asked when workers begin; what it trains is not copied for that."""
+    seen = []
+    monkeypatch.setattr(
+        "phalanx.frameworks.torch.adapter.eval_point", lambda updates: seen.append(1) or eval_point(updates)
+    )
+    recipe, _ = job(evaluated=False, engine="inline")
+    seen.clear()
+    with recipe.start(workers=2, progress=False) as run:
+        run.step()
+        assert not seen
+        run.evaluate(loss, (X, Y))
+        assert seen

@@ -1,6 +1,8 @@
 """Buffers that an optimizer or its step hook writes are kept, as in the plain loop. What hooks keep is looked for."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -224,6 +226,28 @@ def test_a_resume_goes_on(tmp_path):
                 break
     with pytest.warns(UserWarning, match="step hooks"):
         assert seen(recipe(4, hooked).train(workers=3, run_dir=tmp_path, progress=False)) == wanted
+
+
+class Keeping(Centred):
+    """Keeps its last output with its graph, as code that looks at activations does."""
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        KEPT_OUTPUTS.append(weakref.ref(self.last))
+        return self.last
+
+
+KEPT_OUTPUTS = []
+
+
+@pytest.mark.parametrize("make", [hooked, lambda model: torch.optim.Adam(model.parameters())], ids=["hooked", "plain"])
+def test_old_activations_are_freed(make):
+    """What a model kept of an earlier step, with its graph, is gone when the model lets go of it, with hooks, too."""
+    KEPT_OUTPUTS.clear()
+    with recipe(2, make, Keeping).start(engine="inline", progress=False) as run:
+        for _ in run:
+            gc.collect()
+            assert sum(each() is not None for each in KEPT_OUTPUTS) == 1
 
 
 def by_process(model):

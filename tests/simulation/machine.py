@@ -113,7 +113,7 @@ class Machine:
     """Implements ``seams.Framework``, ``Sharing``, ``SharedState``, ``Arithmetic`` and ``Arrays`` in one."""
 
     name, direct, devices, opened, environment = "machine", True, (), None, contextlib.nullcontext()
-    written = ()
+    written, has_modes = (), False
 
     def __init__(self, host):
         self.portable, self._raises = host.portable, host.raises

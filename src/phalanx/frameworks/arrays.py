@@ -131,6 +131,7 @@ class ArrayFramework:
     checked: Callable[[Any, str], Any] | None = None
     options_checksum = (0.0, 0.0)
     written: Sequence[str] = ()
+    has_modes = False
     arithmetic: Any = arithmetic
     sharing: Any = Unshared("make_model returned what computes in one process; leave workers out (same answer)")
 
@@ -193,7 +194,7 @@ class ArrayFramework:
             return functools.partial(metrics.read, self.see(metrics, key, share, weights), len(share.samples))
 
     def eval_point(self) -> None:
-        """No optimizer has two modes."""
+        """None is needed."""
 
     def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
         """2-norm of ``gradient`` over all parameters, and losses."""

@@ -131,8 +131,10 @@ class Framework(Protocol):
         Says what the next step will compute, which may be read while this one is waited for.
     held : dict of str to object
         What may keep something from call to call beside the recipe's functions: the model, if it is an object.
+    has_modes : bool
+        Whether an optimizer has two modes: the model is trained at one point, and evaluated at another.
     eval_point : callable
-        Returns where an optimizer with two modes wants the model evaluated, in memory of its own; None if none has two.
+        Returns where such an optimizer wants the model evaluated, in memory of its own; None if none has two modes.
     """
 
     name: str
@@ -144,6 +146,7 @@ class Framework(Protocol):
     written: Sequence[str]
     following: Callable[[], Sequence[Todo]] | None
     held: Any
+    has_modes: bool
     eval_point: Any
 
     @property

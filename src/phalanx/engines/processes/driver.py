@@ -63,7 +63,7 @@ class Processes:
     ) -> None:
         self.run_state = run_state
         self.workers, self.reading = placement.workers, framework.environment
-        self._copies, self._modes = placement.copies, framework.eval_point() is not None
+        self._copies, self._modes = placement.copies, framework.has_modes
         self._definition, self._framework, self._deadline = definition, framework, deadline
         self._rendezvous, self._alarm = rendezvous, alarm
         self.ended, self.closed, self.lost, self._fetched = "", False, False, -1

@@ -17,7 +17,7 @@ from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import StaticShapes, check_static, compiled, surrounded
 from phalanx.frameworks.torch.model import checked
-from phalanx.frameworks.torch.optimizer import eval_point, retrain, updates_of
+from phalanx.frameworks.torch.optimizer import eval_point, has_modes, retrain, updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean
@@ -77,9 +77,10 @@ class Torch:
         return Lane(definition, model, feed.batch, Buffers(model, definition.buffers), AmbiguousMean(definition))
 
     def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
-        self._lane = self._lane_on(definition, model)
+        self._lane, self._rounds = self._lane_on(definition, model), definition.rounds
         self.held = {"model": self._lane.model}
         self._updates = updates_of(definition, self._lane.named, model)
+        self.has_modes = any(map(has_modes, self._updates.optimizers))
         contexts = compiled({"make_model": model, **definition.holders})
         check_static(contexts)
         self._shapes.known = bool(contexts)
@@ -87,7 +88,7 @@ class Torch:
         self.sharing: Any = Sharing(*facts, self._of_workers, movable=movable)
 
     def eval_point(self) -> Weights | None:
-        return eval_point(self._updates)
+        return eval_point(self._updates) if self.has_modes else None
 
     @property
     def lr(self) -> float:
@@ -109,7 +110,8 @@ class Torch:
         if buffers is None:
             self._lane.buffers.expect()
         else:
-            self._lane.buffers.settle(buffers, step)
+            moment = self._rounds.at(step)
+            self._lane.buffers.settle(buffers, moment.step // self._rounds.every[moment.phase])
         self._updates.apply(step, gradient)
         if buffers is not None and self._updates.custom:
             self.written = self._lane.buffers.keep()

@@ -24,7 +24,7 @@ from phalanx.definition.checks import parameters_of
 from phalanx.definition.data import map_tree
 from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
 from phalanx.definition.plain import check_like, inexact, is_flag
-from phalanx.definition.reachable import reachable, values
+from phalanx.definition.reachable import values
 from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.replica.buffers import LOOKED
@@ -172,13 +172,11 @@ class Update:
             self.apart = before[0] != after[0] or not before[1] <= after[1]
             self._count += 1
 
-    @functools.cached_property
-    def _held(self) -> list[Any]:
-        """The model, and all that it leads to."""
-        return [value for _, value in reachable({"model": self._model})]
-
     def _beside(self) -> tuple[Any, set[Any]]:
-        """Options, and what hooks and the model hold; and which tensors are the state of each parameter."""
+        """Options, and what hooks and the model hold; and which tensors are the state of each parameter.
+
+        A walk that leaves out the model's modules ends at them, so nothing that they hold has to be known or kept.
+        """
         state = [pair for optimizer in self.optimizers for pair in optimizer.state.items() if pair[1]]
         odd = [key for key, _ in state if not isinstance(key, torch.Tensor)]
         held = {(id(key), *map(id, items.values())) for key, items in state if isinstance(items, dict)}
@@ -187,7 +185,7 @@ class Update:
         if self._count not in LOOKED:
             hooks = [(each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks) for each in self.optimizers]
             roots = {"hooks": hooks, "steps": [vars(each).get("step") for each in self.optimizers]}
-            known += self._held
+            known += self._model.modules()
         return (repr((self.options()[0], odd)), values(roots, known)), held
 
     def schedule(self, value: float, epoch: int | None = None) -> None:
@@ -306,22 +304,21 @@ def retrain(updates: Updates, change: Training) -> None:
         vars(schedule).pop("options_checksum", None)
 
 
-def eval_point(updates: Updates) -> dict[str, torch.Tensor] | None:
-    """The parameters where optimizers with two modes, as schedule-free ones, want a model evaluated; None without any.
+def eval_point(updates: Updates) -> dict[str, torch.Tensor]:
+    """The parameters where optimizers with two modes, as schedule-free ones, want a model evaluated.
 
-    It is computed on a copy: ``train()`` is not the inverse of ``eval()`` in bits.
+    It is computed on a copy: ``train()`` is not the inverse of ``eval()`` in bits. Hooks are not copied.
     """
-    if not any(map(_has_modes, updates.optimizers)):
-        return None
     named = copy.deepcopy(updates.named, memo := dict[int, Any]())
-    for optimizer in filter(_has_modes, updates.optimizers):
+    for optimizer in filter(has_modes, updates.optimizers):
         other = _alike(optimizer)  # optimizers copy themselves without attributes of their own
         vars(other).update(copy.deepcopy(vars(other), memo))
         other.eval()
     return {name: parameter.detach() for name, parameter in named}
 
 
-def _has_modes(optimizer: Any) -> bool:
+def has_modes(optimizer: Any) -> bool:
+    """Whether an optimizer has a point to train at, and another to evaluate at."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
@@ -418,11 +415,11 @@ def step_alone(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dic
 
 
 def _alike(optimizer: torch.optim.Optimizer) -> Any:
-    """An optimizer with the attributes of another."""
+    """An optimizer with the attributes of another, but for its hooks and ``step``, which a schedule wraps."""
     trial = object.__new__(type(optimizer))
-    vars(trial).update(
-        {name: value for name, value in vars(optimizer).items() if name != "step"}
-    )  # a schedule wraps it
+    for name, value in vars(optimizer).items():
+        if name != "step":
+            vars(trial)[name] = {} if name.startswith("_optimizer_") else value
     return trial
 
 
@@ -452,7 +449,7 @@ def build_optimizers(definition: Definition, named: Named, model: torch.nn.Modul
         raise UsageError(f"optimizer returned an empty {type(returned).__name__}; as in {EXAMPLE}")
     for optimizer in optimizers:
         _check_kind(optimizer)
-        if _has_modes(optimizer):
+        if has_modes(optimizer):
             cast("Any", optimizer).train()
         for group in optimizer.param_groups:
             if not math.isfinite(group.get("lr", 0.0)):

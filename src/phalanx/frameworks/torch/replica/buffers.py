@@ -9,7 +9,8 @@ their hooks write into buffers is kept.
 A queue is no running statistic, and its mean is nonsense. It shows where a step leaves most slices as they are, while
 replicas write others unlike. A moving average leaves what it has come to: zeros of inputs that are always 0, and
 constants of codes that were never used. So slices in which all elements are equal say nothing, and none of one element.
-In its first two steps a codebook may come to the same bits by rounding: 0.99 t / 0.99 c. So the third step is judged.
+In its first two steps a codebook may come to the same bits by rounding: 0.99 t / 0.99 c. So the third step is judged;
+where steps have phases, the third of each phase, as each writes what it likes.
 
 On a device nothing is read back. Buffers are taken to be written by every forward pass: no counter of torch's tells
 (batch norm writes its statistics uncounted), and comparing would wait for the device. Whether replicas left equal bytes
@@ -32,7 +33,7 @@ from phalanx.plan import share_weights
 from phalanx.plan.fold import fold_mean
 
 Left = list[torch.Tensor]  # all buffers that are not None, as a forward pass left them
-LAST = 2  # the step in which a queue is refused
+LAST = 2  # the update, of those of a phase, in which a queue is refused
 LOOKED = frozenset((*range(LAST + 1), *(10**power for power in range(1, 16))))
 QUEUE = (
     "buffer {0!r} looks like a queue: replicas wrote different values into a part of it, and left the rest as it was. "
@@ -155,13 +156,16 @@ class Buffers:
                 row.put(buffers, row.flat(buffers))
         return buffers
 
-    def settle(self, replicas: Sequence[tuple[int, Left]], step: int = -1) -> None:
-        """Write the settled buffers of one step, given (samples, buffers) of each replica that ran, in order."""
+    def settle(self, replicas: Sequence[tuple[int, Left]], count: int = -1) -> None:
+        """Write the settled buffers of one step, given (samples, buffers) of each replica that ran, in order.
+
+        ``count``: how often this phase was done before.
+        """
         if not self._places:
             return
         columns = list(zip(*(left for _, left in replicas), strict=True))
-        if step in LOOKED or "refuse" in self._rules:
-            self._look(step, columns)
+        if count in LOOKED or "refuse" in self._rules:
+            self._look(count, columns)
         weights = share_weights([samples for samples, _ in replicas])
         if self._remote:
             settled = self.starts
@@ -178,7 +182,7 @@ class Buffers:
         self._write()
         self._dirty = False
 
-    def _look(self, step: int, columns: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _look(self, count: int, columns: Sequence[Sequence[torch.Tensor]]) -> None:
         """Refuse buffers that differ and may not, or that are queues; a queue that is seen late causes a warning."""
         for path, start, rule, column in zip(self.paths, self.starts, self._rules, columns, strict=True):
             if rule == "refuse" and not _alike(column):
@@ -186,11 +190,11 @@ class Buffers:
                     f"buffer {path!r} differs over replicas, which buffers={{...: 'refuse'}} refuses; say 'mean' or "
                     "'first', or write the same on all replicas"
                 )
-            if not rule and step in LOOKED and step >= LAST and is_queue(start, column):
+            if not rule and count in LOOKED and count >= LAST and is_queue(start, column):
                 owner = self._model.get_submodule(path.rpartition(".")[0])
                 if type(owner).__module__.startswith("torch."):
                     continue
-                if step == LAST:
+                if count == LAST:
                     raise UsageError(QUEUE.format(path))
                 self._warn_once(QUEUE.format(path))
 

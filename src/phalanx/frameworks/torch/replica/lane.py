@@ -33,6 +33,8 @@ RETRAINED = (
     "requires_grad of {!r} was changed in forward or loss_fn, and phalanx puts it back after each pass: change it in "
     "every pass, by phalanx.current_step(), or between steps, by run.freeze, run.thaw or callbacks.Thaw"
 )
+IN_FORWARD = "use a buffer for what forward updates, or replicas=1"
+IN_EVALUATION = "compute the value without writing it, as in w = self.w * 0.9, or write it in training"
 EARLY = "had a gradient before the backward pass (.backward() was called inside forward: use torch.autograd.grad there)"
 
 
@@ -146,7 +148,7 @@ class Lane:
             else:
                 read, weight, taken, named = self._in_parts(todo, watch)
             if self._shared:
-                self._check_unwritten(versions, "in forward, loss_fn or a hook")
+                self._check_unwritten(versions, "in forward, loss_fn or a hook", IN_FORWARD)
             buffers = self.buffers.left()
             if watch is not None:
                 for name, value in zip(self.buffers.paths, buffers, strict=True):
@@ -293,20 +295,19 @@ class Lane:
                 self.buffers.restore()
                 self._retrain(trained)
         self.check_members()
-        self._check_unwritten(versions, "in an evaluation")
+        self._check_unwritten(versions, "in an evaluation", IN_EVALUATION)
         return functools.partial(metrics.read, values, len(share.samples))
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
 
-    def _check_unwritten(self, versions: list[int], where: str) -> None:
+    def _check_unwritten(self, versions: list[int], where: str, way: str) -> None:
         """Refuse parameters that user code wrote: replicas would see them. A lone replica may write in a step."""
         now = self._versions()
         if now != versions:
             name = next(name for (name, _), *both in zip(self.named, versions, now, strict=True) if both[0] != both[1])
             raise UsageError(
-                f"parameter {name!r} was written in place {where}, so what follows would start from other weights; "
-                "use a buffer for what forward updates, or replicas=1"
+                f"parameter {name!r} was written in place {where}: what follows would start from other weights; {way}"
             )
 
 
