@@ -15,7 +15,7 @@ from phalanx.checkpoint import files
 from phalanx.checkpoint.files import Held
 from phalanx.definition import checks
 from phalanx.definition.plain import check_like, distinct_names
-from phalanx.errors import UsageError
+from phalanx.errors import SnapshotError, UsageError
 
 Row = dict[str, float | int]
 
@@ -40,9 +40,11 @@ class Csv:
         folder = (run.run_dir or pathlib.Path()).resolve()
         self._csv = pathlib.Path(folder / "log.csv" if self._target is None else self._target)
         self._csv.parent.mkdir(parents=True, exist_ok=True)
-        with files.used(self._csv):
+        try:
             rows = self._rows() if steps and self._csv.exists() else []
             done = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < steps]
+        except files.MALFORMED as error:
+            raise SnapshotError(f"{self._csv} cannot be used: {error}; move it away, or mend it") from error
         self._begin(list(dict.fromkeys(name for row in done for name in row if name and row[name])), done)
 
     def write(self, step: int, row: Row) -> None:
