@@ -337,7 +337,7 @@ class Recipe(Definition):
         saves, again = False, 0.0
         while not saves:
             try:
-                past = ResumeState(self, options, seize=run().closed and world.members.folder is not None)
+                past = ResumeState(self, options, seize=run().closed and bool(world and world.members.folder))
                 past.take_over(engine)
                 keeping = past.observers()
                 observers += keeping

@@ -261,10 +261,6 @@ class SaveBest:
             if item.path is not None and self._writes:
                 files.remove(item.path)
 
-    def end(self, result: Any) -> None:
-        """A run that had ended when the power failed may have left files, too."""
-        self._clear()
-
     def state(self) -> dict[str, Any]:
         """Which are kept, without their weights."""
         return {"metric": self._better.metric, "kept": [[item.value, item.steps] for item in self.kept]}

@@ -185,10 +185,11 @@ def test_a_warning_in_the_shell_is_one_line(tmp_path):
     assert line.startswith("phalanx: a/chain.records.jsonl cannot be used")
 
 
-def test_a_warning_of_ones_own_has_its_line(here, tmp_path):
+def test_a_warning_of_ones_own_has_its_line(here, tmp_path, monkeypatch):
     """Twin: a warning at a line of a file is as Python shows it, though without escapes."""
     here("runs", ".", cwd=tmp_path)
-    script = sys.modules["__main__"].__file__
+    script = str(tmp_path / "phalanx")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", script, raising=False)
     assert warnings.formatwarning("a\x1bb", UserWarning, script, 3) == "phalanx: a\\x1bb\n"
     (tmp_path / "job.py").write_text("first\nsecond\n")
     shown = warnings.formatwarning("a\x1bb", UserWarning, str(tmp_path / "job.py"), 2)
