@@ -240,6 +240,7 @@ class Keeping(Centred):
 KEPT_OUTPUTS = []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [hooked, lambda model: torch.optim.Adam(model.parameters())], ids=["hooked", "plain"])
 def test_old_activations_are_freed(make):
     """What a model kept of an earlier step, with its graph, is gone when the model lets go of it, with hooks, too."""

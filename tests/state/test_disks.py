@@ -18,7 +18,7 @@ from phalanx.checkpoint import files
 from tests.sampling import sample
 from tests.state.disks import KINDS, Disk, States, found_in, lay_out
 
-STEPS, PARTS = 8, 8
+STEPS, PARTS = 8, 32
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(3, (16,), generator=torch.Generator().manual_seed(1))
 
@@ -116,7 +116,7 @@ def gone_on(log, folder, wanted, kind, part, tmp_path):
 CASES = list(itertools.product(KINDS, range(PARTS)))
 
 
-@pytest.mark.parametrize(("kind", "part"), sample("disks that lost power", CASES, 4))
+@pytest.mark.parametrize(("kind", "part"), sample("disks that lost power", CASES, 5))
 def test_what_a_kill_or_a_power_loss_leaves(recorded, tmp_path, kind, part):
     """Whatever is left on the disk, the same call ends with all that the whole run has, and nothing lies about."""
     tried, bad = gone_on(*recorded, kind, part, tmp_path)
@@ -128,7 +128,7 @@ def test_a_file_that_is_never_synced_is_found(recorded, tmp_path):
     """The negative twin: without the syncs of the log, a power loss takes lines that nobody writes again."""
     log, folder, wanted = recorded
     planted = [each for each in log if (each.name, each.path) != ("fsync", str(folder / "log.csv"))]
-    assert sum((gone_on(planted, folder, wanted, "ahead", part, tmp_path)[1]["log.csv"]) for part in range(2))
+    assert sum((gone_on(planted, folder, wanted, "ahead", part, tmp_path)[1]["log.csv"]) for part in range(4))
 
 
 def failing(number, for_good, code):
