@@ -79,7 +79,7 @@ class Loop:
         names = {
             each.full(name): alone for each in evaluations for name, alone in each.metrics(single=False).names.items()
         }
-        self._decisive = deciding([metric for _, metric in waiting], names)
+        self._decisive = deciding([metric for _, metric in waiting], names) if waiting else frozenset[str]()
         self._counts = Counter[Any]()  # of each evaluation
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)

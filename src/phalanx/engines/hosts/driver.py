@@ -152,7 +152,6 @@ class Distributed(Changing[Processes]):
     def _see_off(self) -> None:
         """Wait until all members have done all steps: one that was a step behind when another fell needs the state."""
         try:
-            self._kept_up(self._world.check)  # else a member whose fall was heard of just now would not be missed
             while not self._world.members.finish():
                 time.sleep(WAKING_SECONDS)
                 self._kept_up(self._world.check)
