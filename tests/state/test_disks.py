@@ -18,7 +18,7 @@ from phalanx.checkpoint import files
 from tests.sampling import sample
 from tests.state.disks import KINDS, Disk, States, found_in, lay_out
 
-STEPS, PARTS = 8, 32
+STEPS, PARTS = 8, 16
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(3, (16,), generator=torch.Generator().manual_seed(1))
 

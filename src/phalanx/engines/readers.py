@@ -28,9 +28,9 @@ LOOK_SECONDS = 0.1
 FUTILE = 5  # readers in a row that each died within a second
 
 
-def ahead_here(definition: Definition, framework: Framework, count: int | None) -> Readers | None:
-    """``count`` readers of what this process computes; None for no readers, and where reading runs no user code."""
-    if not (count and isinstance(definition.source, Samples) and definition.source.random):
+def ahead_here(definition: Definition, framework: Framework, count: int) -> Readers | None:
+    """``count`` readers of what this process computes; None where reading runs no user code."""
+    if not (isinstance(definition.source, Samples) and definition.source.random):
         return None
     memories = environment, recipe_memory, memory = Memory(0), Memory(0), Memory(0)
     try:

@@ -87,7 +87,8 @@ def open_engine(
         facts = definition, framework, placement, run_state, Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, placement.workers, usable_cores()))
     if engine == "inline" or here:
-        return Inline(definition, framework, run_state, ahead=ahead_here(definition, framework, readers))
+        ahead = ahead_here(definition, framework, readers) if readers else None
+        return Inline(definition, framework, run_state, ahead=ahead)
     return cast("Engine", Auto(definition, framework, run_state, count, Deadline(deadline_seconds), readers, functions))
 
 
@@ -232,7 +233,7 @@ class Auto(Changing[Engine]):
 
     def _in_this_process(self) -> Inline:
         facts = self._definition, self._framework
-        return Inline(*facts, self.run_state, ahead=ahead_here(*facts, self._readers))
+        return Inline(*facts, self.run_state, ahead=ahead_here(*facts, self._readers) if self._readers else None)
 
     def _in_workers(self) -> Processes:
         placement = place(self._definition.replicas, self._most)
