@@ -148,7 +148,8 @@ def weights(recipe):
     """The bytes of all parameters after a run."""
     with recipe.start(engine="inline") as run:
         run.finish()
-        return [np.asarray(value).tobytes() for value in run.params.values()]
+        values = [value.numpy() if hasattr(value, "numpy") else value for value in run.params.values()]
+    return [np.asarray(value).tobytes() for value in values]
 
 
 def halves(epoch, generator):
