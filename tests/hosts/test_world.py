@@ -9,6 +9,7 @@ import torch
 import phalanx
 from phalanx.callbacks import EarlyStopping, SaveBest
 from phalanx.checkpoint.directory import newest_step
+from phalanx.engines.hosts.members import Members
 from tests.callbacks import jobs as job
 from tests.exactness.test_named_losses import recipe
 from tests.families import FAMILIES
@@ -313,3 +314,14 @@ for size in (11, 2):
             wanted.append(json.dumps([dict(report.losses) for report in run]))
     assert found == [wanted] * 2
     assert all("hits" in text for text in wanted)
+
+
+@pytest.mark.parametrize(("run", "counts"), [(6, False), (7, True), (None, True)])
+def test_last_words_of_the_run_before(run, counts):
+    """They may come after the next run has been entered: a process that has ended that one is no loss of this one."""
+    members = object.__new__(Members)
+    members.left, members._left_run, members.places, members.me = {}, {}, {}, 1
+    members._tell = lambda _: None
+    members._take({"from": 0, "bye": {"way": "closed", "why": "it was closed after 54 steps"}, "run": run})
+    members.begin(7, 0, {0: ["127.0.0.1", 1], 1: ["127.0.0.1", 2]})
+    assert (0 in members.left) == counts

@@ -167,7 +167,7 @@ class Beacon:
             if not joins and ((self.run and message["run"] != self.run["run"]) or ("bye" in message and other)):
                 return  # of a run before, or of a process that has been replaced
             if "bye" in message and peer is not None:
-                peer.gone = True
+                peer.gone = peer.gone or message["run"] == self.run.get("run")  # else maybe of the run before this one
             elif "say" in message and message["say"]["kind"] == "join" and (peer is None or message["id"] != peer.id):
                 self.peers[sender] = peer = Peer(place, now)
                 peer.id = message["id"]

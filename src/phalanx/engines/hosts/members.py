@@ -96,6 +96,7 @@ class Members:
         self.places: dict[int, Place] = {}
         self.alive: list[int] = []
         self.left: dict[int, Farewell] = {}
+        self._left_run: dict[int, int | None] = {}  # of which run each was a member
         self.done: set[int] = set()
         self.joining: dict[int, dict[str, Any]] = {}
         self.under_way: dict[str, Any] | None = None
@@ -124,7 +125,8 @@ class Members:
         """An incarnation begins. Processes that were members before are told of it now and then: they may come back."""
         self.run, self.number, self.ranks = run, number, sorted(places)
         self.places |= places
-        self.left = {rank: each for rank, each in self.left.items() if rank in places}
+        # Before a run is known, the last words of the one before may still come.
+        self.left = {at: each for at, each in self.left.items() if at in places and self._left_run[at] in (None, run)}
         self.alive = [rank for rank in self.ranks if rank != self.me]
         self.joining, self._lost, self._ended, self._waiting, self._half = {}, {}, set(), [], None
         facts = {"run": run, "number": number, "members": self.ranks}
@@ -309,7 +311,7 @@ class Members:
             if "places" in thing["under way"]:  # else this process is a member already, and will be told of that
                 self.under_way = {**thing["under way"], "from": sender, "place": thing["place"]}
         elif "bye" in thing:
-            self.left[sender] = Farewell(**thing["bye"])
+            self.left[sender], self._left_run[sender] = Farewell(**thing["bye"]), thing["run"]
         else:
             self._take_said(sender, thing["say"], thing["place"])
 
