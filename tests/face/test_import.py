@@ -143,5 +143,5 @@ print(json.dumps([within, mapped()]))
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_allocator_is_given_back(kept):
     """A run keeps big blocks that are freed, and gives them back at its end; one that kept them would be seen."""
-    planted = "heap.Kept.end = lambda self: None" if kept else ""
+    planted = "heap.FreedMemory.end = lambda self: None" if kept else ""
     assert told("import torch" + RUN.format(planted=planted)) in ([False, not kept], [True, True])
