@@ -30,7 +30,7 @@ endef
 test: $(INSTALLED)  ## the tests, the same ones every time; under four minutes
 	$(call tests, and not campaign and not house)
 
-test-all: $(INSTALLED) $(RAY)  ## all tests and all their cases; over an hour
+test-all: $(INSTALLED) $(RAY)  ## all tests and all their cases; an hour
 	$(call tests,)
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
