@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -370,6 +371,20 @@ def test_a_host_leaves(three, tmp_path, victim):
     assert "SIGTERM" in found[2]["incidents"][0][2]
 
 
+def saved(tmp_path, found):
+    """The lines of the log of a run whose end another saved: its root is that of one process, and it can go on."""
+    alone = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS).train(engine="inline", run_dir=tmp_path / "alone")
+    assert found[1]["chain"] == alone.chain
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(STEPS))
+    again = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS + 5)
+    shutil.copytree(tmp_path / "run", tmp_path / "resumed", symlinks=True)
+    resumed = again.train(engine="inline", run_dir=tmp_path / "resumed")
+    assert resumed.resumed_from == STEPS
+    assert resumed.digest == again.train(engine="inline").digest
+    return lines
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("during", ["steps", "slow", "last"])
 def test_who_is_left_saves(three, tmp_path, during):
@@ -379,17 +394,10 @@ def test_who_is_left_saves(three, tmp_path, during):
     time.sleep(0 if during == "steps" else 1)  # into the evaluation that follows the next step
     strike(hosts.processes[0], signal.SIGKILL)
     found = hosts.ended(1, 2)
-    alone = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS).train(engine="inline", run_dir=tmp_path / "alone")
-    assert found[1]["chain"] == alone.chain
-    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(STEPS))
+    lines = saved(tmp_path, found)
     assert [line["event"] for line in lines if line["event"] in ("start", "end")] == ["start", "end"]
     pages.report([tmp_path / "run"], tmp_path / "page.html")
     assert f"<td>{found[1]['incidents'][0][-1]}</td>" in (tmp_path / "page.html").read_text()
-    again = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS + 5)
-    resumed = again.train(engine="inline", run_dir=tmp_path / "run")
-    assert resumed.resumed_from == STEPS
-    assert resumed.digest == again.train(engine="inline").digest
 
 
 @pytest.mark.longest
@@ -405,15 +413,8 @@ def test_who_is_stopped_at_the_end_is_not_waited_for(tmp_path):
         strike(hosts.processes[0], signal.SIGCONT)
         assert "without it" in output(hosts.processes[0], 60)[1]
     assert newest_step(tmp_path / "run") == STEPS
-    alone = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS).train(engine="inline", run_dir=tmp_path / "alone")
-    assert found[1]["chain"] == alone.chain
-    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["event"] == "step"] == list(range(STEPS))
+    lines = saved(tmp_path, found)
     assert [line["event"] for line in lines][-1] == "end"
-    again = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS + 5)
-    resumed = again.train(engine="inline", run_dir=tmp_path / "run")
-    assert resumed.resumed_from == STEPS
-    assert resumed.digest == again.train(engine="inline").digest
 
 
 @pytest.mark.longest

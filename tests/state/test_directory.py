@@ -121,6 +121,21 @@ def test_two_runs_that_both_got_the_lock(tmp_path, wanted, monkeypatch, snapshot
     assert phalanx.verify(norm_recipe(STEPS), tmp_path / "run", progress=False).status == 0
 
 
+def test_a_mark_that_cannot_be_read_stops_nothing(tmp_path, wanted, monkeypatch):
+    """An error of the disk is no other run: steps, log and snapshots go on."""
+    with norm_recipe(STEPS).start(run_dir=tmp_path, engine="inline") as run:
+        next(run)
+
+        def failing(*_):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(os, "pread", failing)  # planted
+        run.finish()
+        monkeypatch.undo()
+    assert_same(run.result(), wanted)
+    assert steps_in(tmp_path)[-1] == STEPS
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
     """What is refused is not the directory, but its file system."""

@@ -92,8 +92,10 @@ class RunDirectory:
 
     @property
     def _alone(self) -> bool:
-        """Whether the mark of this run, which holds the directory, is still the last one."""
-        return os.pread(self._lock, len(self._mine), 0) == self._mine
+        """Whether the mark of this run, which holds the directory, is still the last one; so it is if none is read."""
+        with contextlib.suppress(OSError):
+            return os.pread(self._lock, len(self._mine), 0) == self._mine
+        return True
 
     def check_alone(self) -> None:
         """Notice that another run works here, too: on some file systems both have the lock.
