@@ -11,13 +11,16 @@ came to, less what it had before.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import functools
+import multiprocessing
 import pathlib
 import random
 import signal
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT), str(ROOT / "src")]
@@ -31,6 +34,7 @@ from tests.state import fuzz  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz.md"
 SECONDS, BYTES = 1.0, 100 << 20  # that one may take
 HANGS = 60  # seconds after which one is a hang
+AT_ONCE = 50  # mutations of one kind that a process is given
 HEAD = ["file", "mutations", "wrong", "refused", "slowest, s", "most memory, MB"]
 
 
@@ -51,32 +55,60 @@ def memory(*, highest: bool = False) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
-class Tally:
-    """What came of the mutations of one kind of file."""
+class Part(NamedTuple):
+    """What came of some mutations of one kind of file."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.done, self.refused, self.findings = name, 0, 0, list[tuple[int, str, str]]()
-        self.seconds, self.bytes = 0.0, 0
+    name: str
+    done: int
+    refused: int
+    seconds: float
+    bytes: int
+    findings: list[tuple[int, str, str]]
 
-    def strike(self, setting: fuzz.Setting, place: pathlib.Path, seed: int) -> None:
-        """One mutation more."""
-        signal.alarm(HANGS)
-        before, began = memory(), time.process_time()
-        what, wrong = fuzz.strike(setting, place, self.name, random.Random(f"{self.name} {seed}"))
-        seconds, more = time.process_time() - began, memory(highest=True) - before
-        signal.alarm(0)
-        self.done, self.refused = self.done + 1, self.refused + (wrong is fuzz.REFUSED)
-        self.seconds, self.bytes = max(self.seconds, seconds), max(self.bytes, more)
-        costly = [f"{seconds:.1f} s"] * (seconds > SECONDS) + [f"{more >> 20} MB"] * (more > BYTES)
-        for found in costly + [wrong] * bool(wrong and wrong is not fuzz.REFUSED):
-            self.findings.append((seed, what, found))
-            tqdm.tqdm.write(f"{self.name}, seed {seed}: {what}: {found}")
+    def and_then(self, other: Part) -> Part:
+        """Both together."""
+        worst = max(self.seconds, other.seconds), max(self.bytes, other.bytes)
+        counts = self.done + other.done, self.refused + other.refused
+        return Part(self.name, *counts, *worst, self.findings + other.findings)
 
     @property
     def row(self) -> list[str]:
         """Of the table."""
         figures = [f"{self.done:,}", len(self.findings), f"{self.refused:,}", f"{self.seconds:.2f}", self.bytes >> 20]
         return [self.name, *map(str, figures)]
+
+
+def strike(setting: fuzz.Setting, place: pathlib.Path, name: str, seed: int) -> Part:
+    """One mutation."""
+    signal.alarm(HANGS)
+    before, began = memory(), time.process_time()
+    what, wrong = fuzz.strike(setting, place, name, random.Random(f"{name} {seed}"))
+    seconds, more = time.process_time() - began, memory(highest=True) - before
+    signal.alarm(0)
+    refused = wrong is fuzz.REFUSED
+    found = [f"{seconds:.1f} s"] * (seconds > SECONDS) + [f"{more >> 20} MB"] * (more > BYTES)
+    found += [wrong] * bool(wrong and not refused)
+    return Part(name, 1, refused, seconds, more, [(seed, what, one) for one in found])
+
+
+def prepare(scratch: str) -> None:
+    """Make the files once for this process, and import all that reading them needs: that is no memory of a mutation."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, hang)
+    folder = pathlib.Path(tempfile.mkdtemp(dir=scratch))
+    (folder / "made").mkdir()
+    HERE.update(setting=fuzz.Setting.make(folder / "made"), place=folder / "changed")
+    for name in fuzz.KINDS:
+        for seed in range(20):
+            fuzz.strike(**HERE, name=name, rng=random.Random(f"before {name} {seed}"))
+
+
+HERE: dict[str, Any] = {}  # the files of this process, and where copies of them are changed
+
+
+def stretch(name: str, seeds: range) -> Part:
+    """These mutations of one kind."""
+    return functools.reduce(Part.and_then, (strike(**HERE, name=name, seed=seed) for seed in seeds))
 
 
 def main() -> None:
@@ -88,22 +120,30 @@ def main() -> None:
     parser.add_argument("--kind", action="append", help="only this one", choices=list(fuzz.KINDS))
     parser.add_argument("--seed", type=int, default=0, help="of the first mutation")
     parser.add_argument("--save", action="store_true", help="into benchmarks/results/fuzz.md")
+    parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, hang)
-    began, tallies = time.monotonic(), [Tally(name) for name in arguments.kind or fuzz.KINDS]
-    with tempfile.TemporaryDirectory() as scratch:
-        (pathlib.Path(scratch) / "made").mkdir()
-        setting, place = fuzz.Setting.make(pathlib.Path(scratch) / "made"), pathlib.Path(scratch) / "changed"
-        for name in fuzz.KINDS:  # what is imported when it is first needed is no memory of a mutation
-            for seed in range(20):
-                fuzz.strike(setting, place, name, random.Random(f"before {name} {seed}"))
-        for seed in tqdm.tqdm(range(arguments.seed, arguments.seed + arguments.mutations), unit=" of each"):
+    began, first, last = time.monotonic(), arguments.seed, arguments.seed + arguments.mutations
+    names, tallies = arguments.kind or list(fuzz.KINDS), dict[str, Part]()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        concurrent.futures.ProcessPoolExecutor(
+            arguments.processes, multiprocessing.get_context("spawn"), prepare, (scratch,)
+        ) as pool,
+        tqdm.tqdm(total=arguments.mutations * len(names), unit="") as shown,
+    ):
+        stretches = [range(seed, min(seed + AT_ONCE, last)) for seed in range(first, last, AT_ONCE)]
+        parts = [pool.submit(stretch, name, seeds) for seeds in stretches for name in names]
+        for future in concurrent.futures.as_completed(parts):
             if time.monotonic() - began > 60 * arguments.minutes:
-                break
-            for tally in tallies:
-                tally.strike(setting, place, seed)
-    rows = [HEAD, ["---"] * len(HEAD), *(tally.row for tally in tallies)]
+                pool.shutdown(cancel_futures=True)
+            if future.cancelled():
+                continue
+            part = future.result()
+            tallies[part.name] = tallies[part.name].and_then(part) if part.name in tallies else part
+            shown.update(part.done)
+            for seed, what, found in part.findings:
+                tqdm.tqdm.write(f"{part.name}, seed {seed}: {what}: {found}")
+    rows = [HEAD, ["---"] * len(HEAD), *(tallies[name].row for name in names if name in tallies)]
     lines = [
         "# Files that were changed at random",
         "",
@@ -117,12 +157,16 @@ def main() -> None:
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        *(f"- {tally.name}, seed {seed}: {what}: {found}" for tally in tallies for seed, what, found in tally.findings),
+        *(
+            f"- {tally.name}, seed {seed}: {what}: {found}"
+            for tally in tallies.values()
+            for seed, what, found in tally.findings
+        ),
     ]
     print("\n".join(lines))
     if arguments.save:
         RESULTS.write_text("\n".join(lines).rstrip() + "\n")
-    sys.exit(any(tally.findings for tally in tallies))
+    sys.exit(any(tally.findings for tally in tallies.values()))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from phalanx.frameworks.registry import stored, tensor_of, weights_of
 from phalanx.seams.records import CODES, Captured, Tensor
 
 LENGTH = struct.Struct("<Q")
-HEADER_BYTES = 16 << 20  # enough for 100,000 tensors; ten seconds to read
+HEADER_BYTES = 8 << 20  # enough for 60,000 tensors; less than a second to read
 ALIGNMENT = 8
 MOST_DIMENSIONS, MOST_BYTES = 64, 1 << 63  # of a tensor, in torch and numpy
 METADATA = "__metadata__"
