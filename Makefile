@@ -17,21 +17,22 @@ help:  ## this text
 demo: $(DEMO)  ## train a small model on handwritten digits and draw how it went
 	@$(BIN)/phalanx demo digits
 
-# Three processes: two share all tests but those on the fake accelerator. The order follows from SEED alone.
+# Processes beside one another: some share all tests but those on the fake accelerator. Hosts wait for time-outs, so
+# that all tests take three. The order follows from SEED alone.
 define tests
 	@$(BIN)/python -m compileall -q src tests
 	@mkdir -p out && export OMP_NUM_THREADS=1; \
 		$(BIN)/python -m pytest -q -p no:xdist --randomly-seed=$(SEED) -m "accelerator$(1)" tests/accelerator tests/devices \
 			> out/accelerator.txt 2>&1 & \
-		$(BIN)/python -m pytest -q -n 2 --dist worksteal --randomly-seed=$(SEED) -m "not accelerator$(1)"; rest=$$?; \
+		$(BIN)/python -m pytest -q -n $(2) --dist worksteal --randomly-seed=$(SEED) -m "not accelerator$(1)"; rest=$$?; \
 		wait $$!; apart=$$?; cat out/accelerator.txt; exit $$((rest ? rest : apart))
 endef
 
 test: $(INSTALLED)  ## the tests, the same ones every time; under four minutes
-	$(call tests, and not campaign and not house)
+	$(call tests, and not campaign and not house,2)
 
 test-all: $(INSTALLED) $(RAY)  ## all tests and all their cases; an hour
-	$(call tests,)
+	$(call tests,,3)
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 	@$(BIN)/ruff check -q $(SOURCES)

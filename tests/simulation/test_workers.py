@@ -19,7 +19,7 @@ from tests.simulation.schedule import shortened, spelled
 from tests.simulation.workers import CALLER, Host
 
 MOST_STEPS = 4
-SCHEDULES = int(os.environ.get("PHALANX_SCHEDULES", "16000"))
+SCHEDULES = int(os.environ.get("PHALANX_SCHEDULES", "9000"))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def test_going_back_that_is_broken_off_leaves_no_whole_state():
 @pytest.mark.campaign
 @pytest.mark.parametrize("part", range(8))
 def test_many_schedules(part):
-    """The same, 15,000 times, or as PHALANX_SCHEDULES says."""
+    """The same, 8,000 times, or as PHALANX_SCHEDULES says."""
     first = SEED * 1_000_000 + 1000
     campaign(range(first + part, first + SCHEDULES, 8))
 
