@@ -33,7 +33,6 @@ EVERY_TIME = {
         "contract/test_contract.py::test_a_death_at_every_named_point": 1,
         "engines/test_starter.py::test_it_may_be_killed_while_it_starts": 1,
         "engines/test_worker_errors.py::test_a_worker_that_is_killed_is_replaced": 1,
-        "engines/test_deadlines.py::test_a_long_evaluation_after_short_steps": 1,
         "recovery/test_lifecycle.py::test_a_death_at_every_point_is_judged_as_what_it_is": 1,
     },
     "errors and Ctrl-C": {
@@ -61,7 +60,6 @@ EVERY_TIME = {
         "callbacks/test_state_in_evaluations.py::test_honest_code_has_one_answer_without_a_word": 1,
         "exactness/test_two_modes.py::test_engines[two workers]": 1,
         "inputs/test_drawn.py::test_resume_and_replay": 1,
-        "inputs/test_readers.py::test_readers_and_workers_that_are_killed": 1,
     },
     "phases, micro-batches, frozen weights": {
         "exactness/test_phases.py::test_workers_and_kills": 1,
@@ -98,7 +96,6 @@ EVERY_TIME = {
         "proof/test_proofs.py::test_of_several_stretches_the_first_step_that_differs_is_told": 2,
         "shell/test_command_line.py::test_train_prints_what_the_library_gives": 1,
         "shell/test_trust.py::test_no_string_of_a_run_is_imported_or_executed": 3,
-        "walks/test_walks.py::test_walks_are_true": 1,
         "house/test_documents.py::test_documents_run[README.md]": 1,
     },
 }

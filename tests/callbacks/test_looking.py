@@ -86,7 +86,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_is_refused_before_the_next_step(options, change, way):
@@ -112,7 +112,7 @@ UNSEEN = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 @pytest.mark.parametrize("change", UNSEEN)
 def test_what_else_is_changed_has_no_effect(options, change, way):

@@ -92,6 +92,7 @@ def by_hand(vectors, replicas):
     return bits([None if entry is None else entry / replicas for entry in total])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("replicas", "workers", "count"), [(4, 4, 2), (8, 4, 2), (7, 6, 3), (6, 4, 2), (13, 6, 2)], ids=str
 )

@@ -94,6 +94,7 @@ def test_frozen_and_thawed_weights_have_the_bits_of_one_process(wanted, schedule
     assert wanted[None].digest != wanted[Thawing].digest
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("fault", ["never copied", "read too early"])
 def test_a_thawed_weight_that_is_not_moved_is_seen(monkeypatch, wanted, fault):
     """Negative twin: workers that leave a thawed weight where it was, or find nothing at its new place."""
@@ -344,6 +345,7 @@ def test_tied_and_flattened_weights():
     assert same(odd.train(workers=2, engine="processes"), odd.train(engine="inline"))
 
 
+@pytest.mark.long
 def test_conjugates_of_a_weight_move_with_it():
     """A view that is a weight's conjugate, or the negative of a part of it, goes on being that where it lies later."""
 

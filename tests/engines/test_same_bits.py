@@ -248,7 +248,7 @@ def test_unshuffled(workers):
     same(MLP.recipe(5, shuffle=False, epochs=2), workers)
 
 
-@pytest.mark.parametrize("workers", sample("masked shares", EVERY, 2))
+@pytest.mark.parametrize("workers", sample("masked shares", EVERY, 1))
 def test_masked_shares(workers):
     """Shares of weight 0 are left out, wherever they are computed; some are in every step."""
     recipe = FAMILIES["masked_tokens"].recipe(8)

@@ -73,6 +73,7 @@ def test_in_a_step(place, kind):
     assert "in explode" in notes(several)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", TOLD)
 def test_in_an_evaluation(kind, engine):

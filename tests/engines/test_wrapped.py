@@ -135,6 +135,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.longest] if name == "torch.compile" else []) for name in WRAPPED]
 )

@@ -178,7 +178,7 @@ FAULTY = {  # a recipe, the steps in which it may be found, and what the message
 }
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FAULTY)
 def test_state_is_found(name, way):

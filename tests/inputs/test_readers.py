@@ -190,6 +190,7 @@ def test_readers_read(monkeypatch):
     assert sum(content is not None for content in read) > 30
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:nothing was read ahead in the end")  # where they are killed faster than replaced
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_ends_or_hangs(how, expected, tmp_path, monkeypatch):

@@ -163,6 +163,7 @@ def double(case, base, count):
         yield {at: ("kill", rng.randrange(workers)), later: ("kill", rng.randrange(workers))}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_a_death_and_two(case):
     """A death at some actions of a round of turns, and two at some pairs of actions."""
@@ -268,7 +269,7 @@ def hunted(case, seeds):
     return None, {}
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name):
     """Each is found within a minute, by a script of at most 30 entries: the shortest that two seeds come to."""

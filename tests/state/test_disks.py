@@ -116,7 +116,7 @@ def gone_on(log, folder, wanted, kind, part, tmp_path):
 CASES = list(itertools.product(KINDS, range(PARTS)))
 
 
-@pytest.mark.parametrize(("kind", "part"), sample("disks that lost power", CASES, 5))
+@pytest.mark.parametrize(("kind", "part"), sample("disks that lost power", CASES, 3))
 def test_what_a_kill_or_a_power_loss_leaves(recorded, tmp_path, kind, part):
     """Whatever is left on the disk, the same call ends with all that the whole run has, and nothing lies about."""
     tried, bad = gone_on(*recorded, kind, part, tmp_path)
@@ -166,7 +166,7 @@ FILES = {"log.csv": "log.csv", "chain.jsonl": "chain.jsonl", "best": "SaveBest"}
 FAULTS = [(*fault, part) for fault in ((errno.EIO, False), (errno.ENOSPC, True)) for part in range(PARTS)]
 
 
-@pytest.mark.parametrize(("code", "for_good", "part"), sample("disks that fail", FAULTS, 3))
+@pytest.mark.parametrize(("code", "for_good", "part"), sample("disks that fail", FAULTS, 2))
 def test_an_operation_that_fails(recorded, tmp_path, code, for_good, part):
     """Once, or with all that follow: the run ends right or with an error of ours, and then the same call ends right.
 

@@ -107,6 +107,7 @@ def test_the_end_of_a_run_that_was_stopped(beside, tmp_path):
     assert newest_step(tmp_path / "run") == 1
 
 
+@pytest.mark.long
 def test_a_directory_that_is_still_held(beside, tmp_path):
     """Who saved is frozen and holds the directory: nothing is saved, and a warning says so."""
     held = RunDirectory(tmp_path / "run", None)
