@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 SHOWN_SAMPLES = 8
+VALUE_CHARACTERS = 1000  # of a value in a sentence
 SHOWN_CHARACTERS = 20_000  # of what an exception says, or of a traceback
 
 
@@ -171,7 +172,7 @@ def safe_str(thing: object, spell: Callable[[object], str] = str) -> str:
         return f"(its {spell.__name__}() raised {type(error).__name__})"
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, most: int = SHOWN_CHARACTERS) -> str:
     """A text with its middle left out, if it is long."""
-    more, half = len(text) - SHOWN_CHARACTERS, SHOWN_CHARACTERS // 2
+    more, half = len(text) - most, most // 2
     return f"{text[:half]} ... {more:,} more characters ... {text[-half:]}" if more > 0 else text

@@ -4,6 +4,7 @@ Each way ends in an error of phalanx's own or in the right answer. Where the cha
 no checksum is left that knows better, any answer is right: numbers can be forged.
 """
 
+import copy
 import functools
 import json
 import pathlib
@@ -28,7 +29,6 @@ from phalanx.cli import pages, sweeps
 from phalanx.definition.digest import leaf_hash
 from phalanx.proof.verify import certify, check_certificate
 from tests.state.runs import NEWER, folder_of
-from tests.state.test_shapes import mutated
 
 STEPS, FAILED = 6, 2  # of the whole run; the step that fails in the run that does
 TOO_MUCH = 100.0  # a target at which the loss raises
@@ -45,6 +45,41 @@ ENTRY = re.compile(rb'"[^"\n]{1,40}": ?("[^"\n]{0,80}"|-?[\d.e+-]+)')
 
 class PlantedError(Exception):
     """What the loss raises."""
+
+
+NAME = "0.weight"  # of a tensor
+VALUES = (
+    None, True, False, 0, -1, 1, 3, 2**31, 2**63, 2**64, 10**30, 0.0, -0.5, 1e308, "", "F32", "I64", "tensor", "!", "é",
+    "\ud800", [], [0], [[]], {}, {"!": "tensor", "is": [NAME, [1], "cpu"]}, {"!": "tuple", "is": 3},
+    {"!": "dict", "is": [[[], 1]]}, {"!": "float", "is": "inf"}, float("inf"), float("nan"),
+)  # fmt: skip
+
+
+def slots(value):
+    """Every place in JSON values, as a container and a key."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield value, key
+        yield from slots(item)
+
+
+def mutated(rng, value):
+    """Change JSON values somewhere: another value, a copy of another place, one thing less, one more, or a key."""
+    container, key = rng.choice(list(slots(value)))
+    kind = rng.randrange(5)
+    if kind == 0:
+        container[key] = copy.deepcopy(rng.choice(VALUES))
+    elif kind == 1:
+        other, place = rng.choice(list(slots(value)))
+        container[key] = json.loads(json.dumps(other[place]))
+    elif kind == 2:
+        del container[key]
+    elif kind == 3 and isinstance(container, list):
+        container.insert(key, copy.deepcopy(rng.choice(VALUES)))
+    elif isinstance(container[key], int):
+        container[key] += rng.choice([-1, 1, 8, -container[key] - 1, 2**62])
+    elif isinstance(container, dict):
+        container[rng.choice(["step", "dtype", NAME, ""])] = container.pop(key)
 
 
 def loss(output, target):

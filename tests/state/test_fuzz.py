@@ -1,6 +1,7 @@
 """Whatever is in a file of a run, reading it ends in the right answer or in an error of phalanx's own."""
 
 import json
+import random
 import tracemalloc
 
 import pytest
@@ -159,3 +160,12 @@ def test_odd_values_are_shown_in_short(place):
     with pytest.raises(phalanx.SnapshotError, match="unknown kind") as refusal:
         phalanx.replay(fuzz.recipe(), place / "failed", progress=False)
     assert len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [("events of a failure", 964), ("events of a failure", 3518), ("state", 5757), ("state", 6016)],
+)
+def test_names_and_differences_are_shown_in_short(setting, tmp_path, kind, seed):
+    """Mutations of benchmarks/fuzz.py that were told in 100,000 characters: a deep name, a deep value of a recipe."""
+    assert fuzz.strike(setting, tmp_path / "changed", kind, random.Random(f"{kind} {seed}"))[1] is fuzz.REFUSED

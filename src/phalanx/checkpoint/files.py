@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
 from phalanx.definition import checks
-from phalanx.errors import SnapshotError
+from phalanx.errors import VALUE_CHARACTERS, SnapshotError, shortened
 from phalanx.surroundings import presence
 
 TEMPORARY = ".tmp-"
@@ -40,7 +40,7 @@ def used(path: pathlib.Path) -> Iterator[None]:
         yield
     except (OSError, MemoryError, *MALFORMED) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise SnapshotError(f"{path} cannot be used: {why}") from error
+        raise SnapshotError(f"{path} cannot be used: {shortened(why, VALUE_CHARACTERS)}") from error
 
 
 def opened(path: pathlib.Path, flags: int) -> int:

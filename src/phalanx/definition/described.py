@@ -24,6 +24,7 @@ from phalanx.definition.data import Columns
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import PLAIN, array_summary, container_summary, decoded, is_plain_array, plain, short
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
+from phalanx.errors import VALUE_CHARACTERS, shortened
 
 FORMAT = 4
 CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn", "batch_sampler")
@@ -265,4 +266,5 @@ def _words(name: str, one: str, other: str, sides: tuple[str, str]) -> str:
         return f"{name} is another {one} {here} than {there}"
     if READS in (one[: len(READS)], other[: len(READS)]):
         return f"{name} {DIFFERENTLY}"
+    one, other = (shortened(str(value), VALUE_CHARACTERS) for value in (one, other))
     return f"{name} is {one} {here}, and {other} {there}"
