@@ -28,7 +28,6 @@ from phalanx.shared.inputs import AHEAD, Inputs, Ring
 from phalanx.shared.memory import Memory
 from tests.hosts.worlds import world
 from tests.inputs.streaming import BATCH, InOrder, model, sample
-from tests.sampling import cover
 from tests.state.runs import assert_same
 
 LOSS = torch.nn.functional.cross_entropy
@@ -80,7 +79,9 @@ def expected():
     return over(InOrder()).train(engine="inline", readers=0)
 
 
-@pytest.mark.parametrize(("readers", "workers"), cover("readers", [1, 2, 4, "auto"], [0, 1, 2, 3]))
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("readers", [1, 2, 4, "auto"])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
 def test_any_number_of_readers(workers, readers, expected):
     """Digest, losses and samples are the same for any number of readers, inline (0) and with any number of workers."""
     options = {"engine": "processes", "workers": workers} if workers else {"engine": "inline"}

@@ -270,7 +270,7 @@ def twice(monkeypatch):
     monkeypatch.setattr(Distributed, "_advanced", again)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize("plant", [split, late, forgotten, stale, twice, unrepeated])
 def test_planted_faults_are_found(plant, monkeypatch):
     """Each is found by some of the first seeds, and its script is short."""

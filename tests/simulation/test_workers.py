@@ -269,7 +269,7 @@ def hunted(case, seeds):
     return None, {}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name):
     """Each is found within a minute, by a script of at most 30 entries: the shortest that two seeds come to."""
