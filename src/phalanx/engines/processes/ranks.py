@@ -234,6 +234,11 @@ class RankLink(ArenaLink):
         rows = self.publications.rows(self.publications.read())
         return [mask if number else entries for number, mask in rows]
 
+    def leave(self) -> None:
+        if self._transport is not None and self._transport.beside is not None:
+            self._transport.close()
+            self._transport = None
+
     def _joined(self) -> Transport:
         """The connection to the other workers; made anew after any of them failed."""
         generation = self._counters.generation
