@@ -462,7 +462,7 @@ void reset() {  // as if every device had been waited for; tensors live on
   arrived.swap(world.pending);
   for (auto& p : arrived) p.arrive();
   for (auto& device : world.devices) {
-    device.lost = device.faulty = false;
+    device.lost = device.faulty = device.opened = false;
     device.fails_in = 0, device.limit = int64_t(1) << 34, device.peak = device.allocated;
     for (auto& s : device.streams) join(world.host, s.seen), s.busy_until = 0, s.behind.clear();
   }
@@ -509,6 +509,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("end_hangs", [](const std::set<int64_t>& ended) { Held held(world.lock); for (auto each : ended) world.hanging.erase(each); }, unlocked());
   m.def("hanging", [] { Held held(world.lock); return world.hanging; }, unlocked());
   m.def("stuck", [](int d) { Held held(world.lock); return stuck(current_timeline(DeviceIndex(d)).behind); }, unlocked());
+  m.def("opened", [] {
+    Held held(world.lock);
+    std::vector<int> opened;
+    for (size_t i = 0; i < world.devices.size(); i++) if (world.devices[i].opened) opened.push_back(int(i));
+    return opened;
+  }, unlocked());
   m.def("counts", [] { Held held(world.lock); return world.counts; }, unlocked());
   m.def("reset_counts", [] { Held held(world.lock); world.counts.clear(); }, unlocked());
   m.def("races", [] { Held held(world.lock); world.unraised.clear(); return std::exchange(world.races, {}); }, unlocked());

@@ -79,6 +79,8 @@ class Collectives:
         """End what hangs: at once in a group, else when nothing else hangs on any stream."""
         COUNTS["aborted"] += 1
         self.aborted = True
+        if not self.hung:
+            self.gloo = None  # for all to see
         PEERS.difference_update(self.peers)
         if getattr(GROUPED, "members", None) is not None:
             GROUPED.members.append(self)

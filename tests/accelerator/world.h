@@ -89,7 +89,7 @@ struct Pending {  // what becomes visible when the host knows that the work at `
 struct Accelerator {
   std::deque<Timeline> streams;  // a deque, since others keep pointers
   int64_t allocated = 0, peak = 0, limit = int64_t(1) << 34, fails_in = 0;
-  bool lost = false, faulty = false;
+  bool lost = false, faulty = false, opened = false;
   at::Generator generator;
 };
 
@@ -173,6 +173,7 @@ Accelerator& usable(DeviceIndex index) {
   TORCH_CHECK(!world.forked, "fake accelerator: cannot be used in a forked process, since its parent has used it");
   world.used = true;
   auto& device = device_at(index);
+  device.opened = true;
   TORCH_CHECK(!device.lost, "fake accelerator: device-side error: ", Device(FAKE, index).str(), " is lost");
   return device;
 }

@@ -18,6 +18,7 @@ from phalanx.engines.processes.worker import Worker
 from phalanx.plan.lifecycle import Stage
 from tests import accelerator
 from tests.accelerator.ccl import Collectives
+from tests.devices.planting import Planted, in_worker, mark_caller
 from tests.devices.test_accelerators import Noting, notes
 from tests.engines.deaths import Trapped, sprung
 from tests.families import ADAMW, FAMILIES
@@ -40,16 +41,14 @@ def fake():
 class OfRank(Trapped):
     """A trap for the worker of one process of a world, whose recipes must be alike."""
 
-    def __init__(self, *arguments, rank=None, fault=None, **options):
-        super().__init__(*arguments, **options)
-        self.rank, self.fault, self.parent = rank, fault, None
+    def __init__(self, *arguments, rank=None):
+        super().__init__(*arguments)
+        self.rank, self.parent = rank, None
+        mark_caller()
 
     def set(self):
-        if os.environ["CALLER"] == str(os.getpid()):
-            return
-        if self.fault is not None:
-            self.fault(pytest.MonkeyPatch())  # which is never undone
-        super().set()
+        if in_worker():
+            super().set()
 
     def spring(self):
         if self.rank in (None, os.environ.get("RANK")):
@@ -72,11 +71,11 @@ class Begun(OfRank):
         setattr(transport.Transport, self.place, begun)
 
 
-def trapped(recipe, folder, worker, place, **options):
+def trapped(recipe, folder, worker, place, rank=None, fault=None):
     """A recipe whose worker ``worker`` is killed there, of process ``rank`` of a world; all workers have the fault."""
-    os.environ["CALLER"] = str(os.getpid())
     trap = Begun if place in ON_THE_WAY else OfRank
-    return dataclasses.replace(recipe, make_model=trap(recipe.make_model, str(folder), worker, 3, place, **options))
+    make_model = recipe.make_model if fault is None else Planted(recipe.make_model, fault)
+    return dataclasses.replace(recipe, make_model=trap(make_model, str(folder), worker, 3, place, rank))
 
 
 def recipe(replicas=6, **changes):
