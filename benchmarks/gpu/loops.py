@@ -101,7 +101,7 @@ class Negated:
 
 
 def options(workers: int = 1) -> dict[str, Any]:
-    """Options of a run with so many workers, on as many devices as there are; 0: a process of its own for one device."""
+    """Options of a run with so many workers, on as many devices as there are; 0: one in a process of its own."""
     if workers == 0:
         return {"devices": [str(common.DEVICE)], "engine": "processes"}
     if workers == 1:
