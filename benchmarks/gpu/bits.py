@@ -4,9 +4,9 @@
     python benchmarks/gpu/bits.py plain runs         # some parts
     CAMPAIGN_DEVICE=cpu python benchmarks/gpu/bits.py
 
-plain: R = 1 beside the plain loop. folded: R > 1 beside the folded loop. spread: several workers, on a device each or
-on one together. world: two processes of torchrun. runs: resumed, killed, refused, evaluated, verified. compiled:
-torch.compile.
+plain: R = 1 beside the plain loop. folded: R > 1 beside the folded loop. nccl: one worker in a process of its own, so
+that NCCL has one rank. spread: several workers, on a device each or on one together. world: two processes of torchrun.
+runs: resumed, killed, refused, evaluated, verified. compiled: torch.compile.
 """
 
 import collections
@@ -64,12 +64,19 @@ def spread() -> Iterator[Case]:
         yield Case("spread", f"conv, R=8, {workers} workers", functools.partial(several, any_number, workers))
 
 
+def nccl() -> Iterator[Case]:
+    """One worker, in a process of its own, with a communicator of one: NCCL is made, sent over, waited for and left."""
+    for name, recipe in recipes.spread().items():
+        yield Case("nccl", f"{name}, 1 worker", functools.partial(several, recipe, 0))
+
+
 def world() -> Iterator[Case]:
     for replicas in (2,) if common.SMALL else (3, 8):
         yield Case("world", f"torchrun, 2 processes, R={replicas}", functools.partial(faults.world, replicas))
 
 
 def compiled() -> Iterator[Case]:
+    """Each recipe alone; the first one also with two workers, which compile by themselves."""
     made = recipes.recipe(functools.partial(recipes.dense, True), recipes.IMAGES)
     attending = recipes.recipe(functools.partial(recipes.gpt, True), recipes.TEXTS, recipes.TOKEN_LOSS)
     found = {"dense": made} if common.SMALL else {"dense": made, "GPT": attending}
@@ -77,13 +84,15 @@ def compiled() -> Iterator[Case]:
         for replicas in (1,) if common.SMALL else (1, 4):
             one = dataclasses.replace(recipe, replicas=replicas)
             yield Case("compiled", f"{name}, R={replicas}", functools.partial(compiling, one), COMPILING)
+    both = dataclasses.replace(made, replicas=2)
+    yield Case("compiled", "dense, 2 workers", functools.partial(compiling, both, 2), COMPILING)
 
 
-def compiling(recipe: phalanx.Recipe) -> Outcome:
+def compiling(recipe: phalanx.Recipe, workers: int = 1) -> Outcome:
     """torch.compile beside the loop by hand, where a compiler is there."""
     if reason := uncompiled():
         return Outcome("not tried", reason)
-    return beside(recipe)
+    return several(recipe, workers)
 
 
 def uncompiled() -> str:
@@ -96,8 +105,8 @@ def uncompiled() -> str:
 
 
 PARTS = {
-    "plain": plain, "runs": lambda: iter(faults.cases()), "folded": folded, "spread": spread, "world": world,
-    "compiled": compiled,
+    "plain": plain, "runs": lambda: iter(faults.cases()), "folded": folded, "nccl": nccl, "spread": spread,
+    "world": world, "compiled": compiled,
 }  # fmt: skip
 
 

@@ -28,6 +28,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "src"))
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read before the first product of matrices
+# For whatever is started from here: torchrun's processes, and timings of phalanx itself.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*map(str, (pathlib.Path(__file__).resolve().parents[2] / "src", pathlib.Path(__file__).resolve().parents[2])),
+     *filter(None, [os.environ.get("PYTHONPATH")])]
+)  # fmt: skip
 
 import torch
 
@@ -43,6 +48,17 @@ WRONG = "failed", "different"
 LEFT_OVER = 2  # exit status: what was tried is right, but there was no time for all
 DEATHS = 2  # processes that may end in the middle of a case: the first one may have been out of time
 LIMIT = 180.0  # seconds of a case
+NEEDS = {  # of each part; times on one H100 are estimates
+    "machine": "one GPU; some seconds", "norm": "one GPU; some seconds", "attention": "one GPU; 20 seconds",
+    "refused": "one GPU; 20 seconds", "copies": "one GPU; 10 seconds", "launches": "one GPU; half a minute",
+    "plain": "one GPU; a minute", "runs": "one GPU; 70 seconds, and 5 GB of disk",
+    "folded": "one GPU; 3 minutes, all of which may be left out in a first hour",
+    "nccl": "one GPU with NCCL; 2 minutes", "spread": "one GPU, better several; 4 minutes",
+    "world": "one GPU, better two; a minute", "compiled": "one GPU, a C compiler and Triton; 4 minutes",
+    "mlp": "one GPU; a minute", "resnet50": "one GPU with 20 GB, torchvision; 2 minutes",
+    "gpt2": "one GPU with 30 GB; 2 minutes", "extras": "the same, and 12 GB in TMPDIR (/dev/shm); 3 minutes",
+    "idle": "one GPU; half a minute",
+}  # fmt: skip
 PARTING = 20.0  # seconds for a process to end in order
 
 
@@ -149,10 +165,13 @@ class Rows:
 
 def run(rows: Rows, cases: Iterable[Case], minutes: float) -> int:
     """Try every case that has no row yet; returns how many are left because the time is over."""
-    left = 0
+    left, part = 0, ""
     for case in cases:
         if (case.part, case.name) in rows.known:
             continue
+        if case.part != part:
+            part = case.part
+            print(f"{part}: it needs {NEEDS.get(part, 'the CPU alone')}", flush=True)
         if elapsed() > 60 * minutes:
             left += 1
             continue

@@ -279,7 +279,16 @@ def world(replicas: int) -> Outcome:
     """Two processes of a world, each with a worker on the device: the loop by hand."""
     made = conv(replicas=replicas)
     script = str(pathlib.Path(__file__).with_name("bits.py"))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        "2",
+        script,
+    ]
     digest = common.alone([sys.executable, *command, "--apart", "world", str(replicas)], 140, OMP_NUM_THREADS="1")
     wanted = loops.hand(made)[0]
     return common.SAME if digest == wanted else Outcome("different", f"digests {wanted[:10]} and {digest[:10]}")

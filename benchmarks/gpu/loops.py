@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import default_collate
 
 import phalanx
-from phalanx.engines.hosts import ranks
+from phalanx.engines.hosts import transport
 from phalanx.frameworks.torch import accelerators
 from tests import by_hand
 
@@ -82,7 +82,7 @@ class OverGloo:
         self.make_model = make_model
 
     def __call__(self) -> Any:
-        ranks.BACKENDS.default_device_backend_map[common.DEVICE.type] = "gloo"  # planted
+        transport.BACKENDS.default_device_backend_map[common.DEVICE.type] = "gloo"  # planted
         return self.make_model()
 
 
@@ -101,7 +101,9 @@ class Negated:
 
 
 def options(workers: int = 1) -> dict[str, Any]:
-    """Options of a run with so many workers, on as many devices as there are."""
+    """Options of a run with so many workers, on as many devices as there are; 0: one in a process of its own."""
+    if workers == 0:
+        return {"devices": [str(common.DEVICE)], "engine": "processes"}
     if workers == 1:
         return {"devices": [str(common.DEVICE)], "engine": "inline"}
     return {"devices": [name for name, _ in zip(names(workers), range(workers), strict=False)]}
@@ -119,7 +121,7 @@ def sharing(recipe: phalanx.Recipe, workers: int) -> Iterator[phalanx.Recipe]:
     """Inside, several workers may use one device, which phalanx refuses: they would only wait for each other."""
     if os.environ.get(FAULT):
         recipe = dataclasses.replace(recipe, make_model=Negated(recipe.make_model))
-    if workers == 1 or common.DEVICE.type == "cpu" or common.device_count() >= workers:
+    if workers < 2 or common.DEVICE.type == "cpu" or common.device_count() >= workers:
         yield recipe
         return
     found = functools.partial(_found, accelerators.found)
@@ -127,9 +129,11 @@ def sharing(recipe: phalanx.Recipe, workers: int) -> Iterator[phalanx.Recipe]:
         yield dataclasses.replace(recipe, make_model=OverGloo(recipe.make_model))
 
 
-def _found(original: Any, named: Any, replicas: int, home: torch.device) -> list[torch.device]:
+def _found(original: Any, named: Any, replicas: int, home: torch.device, *, apart: bool) -> list[torch.device]:
     """The devices with these names, one of them several times if it is named so."""
-    return original(list(dict.fromkeys(named)), replicas, home) * (len(named) if len(set(named)) == 1 else 1)
+    once = list(dict.fromkeys(named))
+    found = original(once, replicas, home, apart=apart or len(named) > 1)
+    return found * (len(named) if len(once) == 1 else 1)
 
 
 def trained(recipe: phalanx.Recipe, workers: int = 1, **more: Any) -> phalanx.Result:

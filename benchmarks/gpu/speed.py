@@ -156,7 +156,8 @@ def ours(name: str, replicas: int, devices: int = 1, extra: dict[str, Any] | Non
 
 def ddp(name: str, workers: int) -> Outcome:
     """DDP in processes of torchrun, each with a share of the same batch."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(workers)]
     where = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if common.DEVICE.type == "cpu" else {})
     found = common.alone([*command, __file__, "--apart", name], 70, 2, **where)
     return told(found["seconds"], found["peak"])

@@ -16,6 +16,8 @@ Catches, always and not by luck
 * pinned memory overwritten before a ``non_blocking`` copy has read it: raised when the host synchronises;
 * tensors of different devices in one operator; a generator of another device; memory that was never written (NaN);
 * copies nobody wanted: ``counts()``, in number and bytes, for every pair of devices;
+* devices that a process uses: ``opened()``;
+* a host that waits for a collective whose peer is gone (``ccl.py``): it never ends, nor does what is behind it;
 * operators without a deterministic kernel, for those that ``set_nondeterministic`` names;
 * use in a forked child of a process that has used it.
 

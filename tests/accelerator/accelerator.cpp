@@ -391,7 +391,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       Held held(world.lock);
       usable(m.device);
       if (world.virtual_time) world.virtual_now += 1e-6;  // asking takes time, or a loop that asks would never end
-      if (now() < m.time) return false;
+      if (stuck(m.behind) || now() < m.time) return false;
     }
     host_waits(m);
     return true;
@@ -462,10 +462,11 @@ void reset() {  // as if every device had been waited for; tensors live on
   arrived.swap(world.pending);
   for (auto& p : arrived) p.arrive();
   for (auto& device : world.devices) {
-    device.lost = device.faulty = false;
+    device.lost = device.faulty = device.opened = false;
     device.fails_in = 0, device.limit = int64_t(1) << 34, device.peak = device.allocated;
-    for (auto& s : device.streams) join(world.host, s.seen), s.busy_until = 0;
+    for (auto& s : device.streams) join(world.host, s.seen), s.busy_until = 0, s.behind.clear();
   }
+  world.hanging.clear();
   world.counts.clear(), world.seconds.clear(), world.races.clear(), world.unraised.clear(), world.nondeterministic.clear(), world.trace.clear();
   world.seconds_per_byte = world.virtual_now = 0;
   world.virtual_time = world.traces = false, world.raises = true;
@@ -499,6 +500,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("fail_allocation", [](int d, int64_t n) { device_at(DeviceIndex(d)).fails_in = n; });
   m.def("set_lost", [](int d, bool lost) { device_at(DeviceIndex(d)).lost = lost, device_at(DeviceIndex(d)).faulty = false; });
   m.def("fault", [](int d) { device_at(DeviceIndex(d)).faulty = true; });
+  m.def("hang", [](int d) {
+    Held held(world.lock);
+    world.hanging.insert(++world.hangs);
+    current_timeline(DeviceIndex(d)).behind.insert(world.hangs);
+    return world.hangs;
+  }, unlocked());
+  m.def("end_hangs", [](const std::set<int64_t>& ended) { Held held(world.lock); for (auto each : ended) world.hanging.erase(each); }, unlocked());
+  m.def("hanging", [] { Held held(world.lock); return world.hanging; }, unlocked());
+  m.def("stuck", [](int d) { Held held(world.lock); return stuck(current_timeline(DeviceIndex(d)).behind); }, unlocked());
+  m.def("opened", [] {
+    Held held(world.lock);
+    std::vector<int> opened;
+    for (size_t i = 0; i < world.devices.size(); i++) if (world.devices[i].opened) opened.push_back(int(i));
+    return opened;
+  }, unlocked());
   m.def("counts", [] { Held held(world.lock); return world.counts; }, unlocked());
   m.def("reset_counts", [] { Held held(world.lock); world.counts.clear(); }, unlocked());
   m.def("races", [] { Held held(world.lock); world.unraised.clear(); return std::exchange(world.races, {}); }, unlocked());

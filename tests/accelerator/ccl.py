@@ -2,14 +2,35 @@
 
 What is sent waits for the stream that made it; what has come must be waited for, which makes a stream wait and not the
 host. Bytes travel by Gloo. A wait that is missing is a race, which the accelerator finds.
+
+They fail as NCCL does. Once a peer is gone, a collective neither ends nor says so: its stream hangs, and all that waits
+for it, until ``abort``. Who aborts one of several that hang waits for the others, unless all are aborted in one group.
+The first collective meets the others, and waits for ever for a peer that never comes, in the thread of whoever calls.
+The host waits here where NCCL's would run ahead: while all peers live.
 """
 
+import contextlib
 import datetime
+import os
+import threading
+import time
 
 import torch
 from torch import distributed as dist
 
-COUNTS = {"all_to_all": 0, "all_gather": 0, "all_reduce": 0, "bytes": 0}
+COUNTS = {"all_to_all": 0, "all_gather": 0, "all_reduce": 0, "bytes": 0, "hangs": 0, "aborted": 0}
+PEERS = set()  # processes that this one has met
+GROUPED = threading.local()  # what is aborted when this thread's group ends
+NAP_SECONDS = 0.0001
+
+
+def gone(peer):
+    """Whether a process has ended, though perhaps nobody has fetched its status yet."""
+    try:
+        with open(f"/proc/{peer}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 class Work:
@@ -29,12 +50,8 @@ class Collectives:
     """The group of all workers, with the methods that phalanx asks for."""
 
     def __init__(self, store, rank, size, timeout):
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout or datetime.timedelta(seconds=30)
-        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-        self.rank, self.size = rank, size
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, options)
-        self.streams = {}
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.gloo, self.streams, self.peers, self.hung, self.aborted = None, {}, set(), set(), False
 
     def alltoall_base(self, received, sent, comes, goes):
         COUNTS["all_to_all"] += 1
@@ -44,26 +61,85 @@ class Collectives:
     def _allgather_base(self, whole, mine):
         COUNTS["all_gather"] += 1
         COUNTS["bytes"] += mine.nbytes * (self.size - 1)
-        return self._moved(whole, mine, self.gloo._allgather_base)
+        return self._moved(whole, mine, lambda there, here: self.gloo._allgather_base(there, here))
 
     def allreduce(self, tensors):
         """The one that adds, which no run may call."""
         COUNTS["all_reduce"] += 1
         return self._moved(*tensors * 2, lambda there, here: self.gloo.allreduce([there.copy_(here)]))
 
+    def _group_start(self):
+        GROUPED.members = []
+
+    def _group_end(self):
+        members, GROUPED.members = GROUPED.members, None
+        torch.fake.end_hangs(set().union(*(member.hung for member in members)))
+
+    def abort(self):
+        """End what hangs: at once in a group, else when nothing else hangs on any stream."""
+        COUNTS["aborted"] += 1
+        self.aborted = True
+        if not self.hung:
+            self.gloo = None  # for all to see
+        PEERS.difference_update(self.peers)
+        if getattr(GROUPED, "members", None) is not None:
+            GROUPED.members.append(self)
+            return
+        while torch.fake.hanging() - self.hung:
+            time.sleep(NAP_SECONDS)
+        torch.fake.end_hangs(self.hung)
+
+    def _meet(self):
+        """Wait for all others, without a limit, as NCCL does when it makes a communicator."""
+        self.store.set(f"process {self.rank}", str(os.getpid()))
+        names = [f"process {other}" for other in range(self.size)]
+        while not self.store.check(names):
+            if self.aborted:
+                raise RuntimeError("the communicator was aborted while it was made")
+            time.sleep(NAP_SECONDS)
+        self.peers = {int(self.store.get(name)) for name in names}
+        PEERS.update(self.peers)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = datetime.timedelta(seconds=30)
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        self.gloo = dist.ProcessGroupGloo(self.store, self.rank, self.size, options)
+
     def _moved(self, target, source, move):
+        if self.aborted:
+            raise RuntimeError("the communicator was aborted")
+        if self.gloo is None:
+            self._meet()
         device = source.device
         stream = self.streams.setdefault(device.index, torch.Stream(device))
         stream.wait_stream(torch.fake.current_stream(device))
         with torch.fake.stream(stream):
-            there = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
-            move(there, source.cpu()).wait()
-            target.copy_(there, non_blocking=True)  # else the host would have waited, and no race could be found
+            if not torch.fake.stuck(device):  # else it waits behind something that never ends
+                there = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+                if self._arrives(move(there, source.cpu())):
+                    target.copy_(there, non_blocking=True)  # else the host would have waited: no race could be found
+                else:
+                    COUNTS["hangs"] += 1
+                    self.hung.add(torch.fake.hang(device))
             event = torch.Event(device)
             event.record(stream)
         for tensor in (target, source):
             tensor.record_stream(stream)
         return Work(device, event)
+
+    def _arrives(self, work):
+        """Wait until bytes have come; False if they never will."""
+        while not work.is_completed():
+            if any(map(gone, PEERS)):
+                LEFT.append(work)  # torch's destructor would wait for it
+                return False
+            time.sleep(NAP_SECONDS)
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+            return True
+        return False
+
+
+LEFT = []
 
 
 def create(options, _):

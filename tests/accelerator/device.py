@@ -19,7 +19,7 @@ class Module(types.ModuleType):
         super().__init__(f"torch.{NAME}")
         self._native = native
         self.default_generators = tuple(map(native.default_generator, range(native.device_count())))
-        for name in ("reset", "counts", "reset_counts", "races", "raise_races", "set_virtual_time", "now", "trace"):
+        for name in ("reset", "opened", "counts", "reset_counts", "races", "raise_races", "set_virtual_time", "now", "trace"):
             setattr(self, name, getattr(native, name))
         self.device_count, self.current_device = native.device_count, native.current_device
         self.is_initialized, self._is_in_bad_fork = native.used, native.forked
@@ -147,6 +147,25 @@ class Module(types.ModuleType):
     def fault(self, device):
         """Let the next synchronisation with `device` report an illegal access; the device is lost then."""
         self._native.fault(self._index(device))
+
+    def hang(self, device):
+        """Let the device's current stream wait for something that never ends; returns its number, for ``end_hangs``.
+
+        All that is enqueued behind it waits, too, on other streams that wait for this one as well. So does the host as
+        soon as it asks for any of that. (Kernels compute at once nevertheless, with whatever is there.)
+        """
+        return self._native.hang(self._index(device))
+
+    def end_hangs(self, numbers):
+        self._native.end_hangs(set(numbers))
+
+    def hanging(self):
+        """The numbers of what has not been ended."""
+        return self._native.hanging()
+
+    def stuck(self, device):
+        """Whether the current stream waits for something that never ends."""
+        return self._native.stuck(self._index(device))
 
     def set_nondeterministic(self, name, on=True):
         """Let the operator `name` ("aten::index_add_") say that it has no deterministic kernel, as CUDA's do."""

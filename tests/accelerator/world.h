@@ -42,6 +42,7 @@ struct Timeline {  // a stream
   int64_t enqueued = 0;
   Clock seen = {};
   double busy_until = 0;
+  std::set<int64_t> behind = {};  // collectives that never end, before whatever comes next
   std::string str() const { return "stream " + std::to_string(id) + " of " + Device(FAKE, device).str(); }
 };
 
@@ -49,6 +50,7 @@ struct Moment {  // of a stream, as an event remembers it
   Clock seen;
   double time = 0;
   DeviceIndex device = 0;
+  std::set<int64_t> behind = {};
 };
 
 struct Use {  // of memory, by the work at `position` of a stream
@@ -87,7 +89,7 @@ struct Pending {  // what becomes visible when the host knows that the work at `
 struct Accelerator {
   std::deque<Timeline> streams;  // a deque, since others keep pointers
   int64_t allocated = 0, peak = 0, limit = int64_t(1) << 34, fails_in = 0;
-  bool lost = false, faulty = false;
+  bool lost = false, faulty = false, opened = false;
   at::Generator generator;
 };
 
@@ -99,6 +101,8 @@ struct World {
   size_t streams = 0;
   Clock host;  // one for all threads: they are taken to tell each other what they have waited for
   std::vector<Pending> pending;
+  std::set<int64_t> hanging;  // collectives that never end, until somebody ends them
+  int64_t hangs = 0;
   std::map<char*, Block*> blocks;  // all, by address
   std::unordered_set<std::string> names;
   std::map<std::string, std::pair<int64_t, int64_t>> counts;  // "from>to": copies, bytes
@@ -140,11 +144,17 @@ Timeline& current_timeline(DeviceIndex index) {
   return device_at(index).streams[size_t(index) < chosen.size() ? chosen[index] : 0];
 }
 
-Moment moment(const Timeline& s) { return {s.seen, s.busy_until, s.device}; }
+Moment moment(const Timeline& s) { return {s.seen, s.busy_until, s.device, s.behind}; }
+
+bool stuck(const std::set<int64_t>& behind) {
+  for (auto each : behind) if (world.hanging.count(each)) return true;
+  return false;
+}
 
 void wait(Timeline& s, const Moment& until) {
   join(s.seen, until.seen);
   s.busy_until = std::max(s.busy_until, until.time);
+  s.behind.insert(until.behind.begin(), until.behind.end());
 }
 
 void found(const std::string& text) {  // a race, where nothing may be thrown: the next work or synchronisation does it
@@ -163,6 +173,7 @@ Accelerator& usable(DeviceIndex index) {
   TORCH_CHECK(!world.forked, "fake accelerator: cannot be used in a forked process, since its parent has used it");
   world.used = true;
   auto& device = device_at(index);
+  device.opened = true;
   TORCH_CHECK(!device.lost, "fake accelerator: device-side error: ", Device(FAKE, index).str(), " is lost");
   return device;
 }
@@ -186,6 +197,13 @@ void host_waits(const Moment& until) {  // never called with the lock held: it s
     usable(until.device);
     from = now();
     if (world.virtual_time) world.virtual_now = std::max(from, until.time);
+  }
+  for (;;) {
+    {
+      Held held(world.lock);
+      if (!stuck(until.behind)) break;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   if (double left = until.time - now(); left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
   std::vector<Pending> arrived;
@@ -212,9 +230,10 @@ void host_waits(const Moment& until) {  // never called with the lock held: it s
 
 Moment moment_of_device(DeviceIndex index) {
   Held held(world.lock);
-  Moment all{{}, 0, index};
+  Moment all{{}, 0, index, {}};
   for (auto& s : device_at(index).streams) {
     join(all.seen, s.seen);
+    all.behind.insert(s.behind.begin(), s.behind.end());
     all.time = std::max(all.time, s.busy_until);
   }
   return all;

@@ -66,6 +66,10 @@ def deep(width=48, layers=8):
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)], nn.Linear(width, 3))
 
 
+def deep_norm():
+    return nn.Sequential(nn.BatchNorm1d(48), *deep())
+
+
 def deep_recipe(replicas, **more):
     x = torch.randn(48, 48, generator=torch.Generator().manual_seed(0))
     given = {"make_model": deep, "data": (x, torch.arange(48) % 3), "loss_fn": F.cross_entropy}
@@ -133,6 +137,22 @@ def test_one_worker(fake, tmp_path):
     make_model = Trapped(dropping, tmp_path, 0, 2, "COMPUTING")
     assert trained(dataclasses.replace(recipe, make_model=make_model), 1, engine="processes") == wanted
     assert sprung(tmp_path) == 1
+
+
+def named_by_use(patch):
+    """Names of devices are looked up by using them."""
+    patch.setattr(accelerators, "listed_device", accelerators.named_device)
+
+
+@pytest.mark.parametrize(("fault", "opened"), [(None, []), (named_by_use, [0, 1])], ids=["as it is", "named by use"])
+def test_who_starts_workers_uses_no_device(fake, monkeypatch, fault, opened):
+    """Each device is opened by its worker alone: half a gigabyte of it would go, and no child could be forked."""
+    if fault is not None:
+        fault(monkeypatch)
+    wanted = trained(MLP.recipe(4), 1)
+    fake.reset()
+    assert trained(MLP.recipe(4), 2) == wanted
+    assert fake.opened() == opened
 
 
 @pytest.mark.parametrize("replicas", sample("four devices", [4, 5, 7, 8], 1))
@@ -704,11 +724,11 @@ def test_out_of_memory(fake, tmp_path, count):
 
 @pytest.mark.parametrize(("how", "count"), sample("lost devices", itertools.product(["lose", "fault"], [1, 3]), 1))
 def test_a_lost_device(fake, tmp_path, how, count):
-    """The error names it; a run_dir goes on from the newest snapshot on the devices that are left."""
-    wanted, device = trained(deep_recipe(4), 1), f"fake:{count - 1}"
-    recipe, folder = deep_recipe(4, loss_fn=Failing(tmp_path, device, 2, how)), tmp_path / "run"
+    """The error names it, though its buffers cannot be put back; a run_dir goes on on the devices that are left."""
+    made = functools.partial(deep_recipe, 4, make_model=deep_norm)
+    wanted, device = trained(made(), 1), f"fake:{count - 1}"
+    recipe, folder = made(loss_fn=Failing(tmp_path, device, 2, how)), tmp_path / "run"
     with pytest.raises(phalanx.RunError, match=f"{device} failed"):
-        # The fake collectives block; those that wait for the lost one's gradients leave after the deadline.
         recipe.train(devices=named(count), run_dir=folder, snapshot_every=1, deadline_seconds=10)
     fake.reset()
     assert trained(recipe, 2, run_dir=folder) == wanted

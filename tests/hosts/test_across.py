@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 import phalanx
 from phalanx.engines.hosts import exchange
-from phalanx.engines.hosts.exchange import Across, Rendezvous
+from phalanx.engines.hosts.exchange import UNKNOWN, Across, Rendezvous
 from phalanx.plan.fold import fold_values, hosts
 from phalanx.seams.records import Part
 from tests.orders import triples
@@ -95,7 +95,7 @@ def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
             sums.append([column(mine, place) for place in range(len(SHAPES))])
             masks.append(bytes(entry is not None for entry in sums[-1]))
         block = hosts(replicas, count, 1)[0][rank]
-        parts, masks, notes = across.tell(0, 5, [PART] * len(block), masks, [bytes([one]) for one in block])
+        parts, masks, notes = across.tell((0, 5, UNKNOWN), [PART] * len(block), masks, [bytes([one]) for one in block])
         assert parts == [PART] * replicas
         assert notes == [bytes([replica]) for replica in range(replicas)]
         total = across.total(masks, lambda index: [([vector[index]], []) for vector in sums])
@@ -110,7 +110,7 @@ def test_named_losses_travel():
 
     def work(rank, across):
         mine = parts[hosts(4, 2, 1)[0][rank].start :][:2]
-        return across.tell(0, 5, mine, [b"\1"] * len(across.nodes), [b""] * 2)[0]
+        return across.tell((0, 5, UNKNOWN), mine, [b"\1"] * len(across.nodes), [b""] * 2)[0]
 
     assert together(2, 4, work, [torch.empty(2)]) == [parts] * 2
 
@@ -139,15 +139,14 @@ def test_what_replicas_left():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "changes"), [("step", (9, 5)), ("weights", (0, 6))])
+@pytest.mark.parametrize(("name", "changes"), [("step", (9, 5, 7)), ("weights", (0, 6, 7)), ("norm", (0, 5, 8))])
 def test_who_differs_is_named(name, changes):
-    """A host in another step, or with other weights, is refused by the other, and named."""
+    """A host in another step, with other weights or another norm is refused by the other, and named."""
 
     def work(rank, across):
-        step, weights = changes if rank else (0, 5)
-        kind = phalanx.CorruptionError if name == "weights" else phalanx.RunError
+        kind = phalanx.RunError if name == "step" else phalanx.CorruptionError
         with pytest.raises(kind, match=f"process {1 - rank} differs from process {rank} in its {name}"):
-            across.tell(step, weights, [PART] * 2, [b"\1"], [b""] * 2)
+            across.tell(changes if rank else (0, 5, 7), [PART] * 2, [b"\1"], [b""] * 2)
 
     together(2, 4, work, [torch.empty(1)])
 
@@ -158,15 +157,15 @@ def test_a_message_of_another_run_is_refused():
     def work(rank, across):
         across._run += rank
         with pytest.raises(phalanx.RunError, match=f"process {1 - rank} differs from process {rank} in its run"):
-            across.tell(0, 5, [PART] * 2, [b"\1"], [b""] * 2)
+            across.tell((0, 5, UNKNOWN), [PART] * 2, [b"\1"], [b""] * 2)
 
     together(2, 4, work, [torch.empty(1)])
 
 
-def test_weights_are_compared_now_and_then():
-    """Between two comparisons nobody asks for them."""
+def test_a_norm_that_is_not_known_is_not_compared():
+    """A worker that begins in the middle of a run, or does a step again, has none of the step before."""
 
     def work(rank, across):
-        across.tell(1, rank, [PART] * 2, [b"\1"], [b""] * 2)
+        across.tell((1, 0, rank and 7), [PART] * 2, [b"\1"], [b""] * 2)
 
     together(2, 4, work, [torch.empty(1)])

@@ -119,7 +119,7 @@ class Early:
         self._journeys.append(journey)
         next(journey)
         if self._transport.beside is not None:
-            with self._transport.beside:
+            with torch.get_device_module(self._transport.beside.device).stream(self._transport.beside):
                 for _ in range(self._exchange.steps - 1):
                     next(journey)
 

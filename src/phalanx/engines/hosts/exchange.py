@@ -26,7 +26,8 @@ from phalanx.plan.fold import Node, added, remaining
 from phalanx.seams.records import Part, packed
 
 CHECK_STEPS = 100  # how often hosts compare the sums of their weights
-HEADER = ("run", "step", "weights")
+HEADER = ("run", "step", "weights", "norm")
+UNKNOWN = 0  # the norm of a step that a worker has not done, or does again
 ROW, NAMED = len(Part._fields), operator.attrgetter("named")
 PATTERNS = 64  # cached sets of present gradients
 LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of a piece
@@ -149,15 +150,15 @@ class Across:
         self._gloo = Gloo(rendezvous.store(f"worker {worker}"), *facts, check)
 
     def tell(
-        self, step: int, weights: int, parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
+        self, compared: tuple[int, int, int], parts: Sequence[Part], masks: Sequence[Mask], notes: Sequence[bytes]
     ) -> Decoded:
         """Send this host's parts, which gradients each of its nodes has, and notes; returns those of all hosts.
 
         Parameters
         ----------
-        step : int
-        weights : int
-            A checksum of what this worker owns, compared every CHECK_STEPS steps.
+        compared : tuple of int
+            The step; every CHECK_STEPS steps a checksum of what this worker owns; the bits of the norm one step before,
+            or UNKNOWN.
         parts : sequence of Part
             One per replica of this host.
         masks : sequence of bytes
@@ -166,7 +167,7 @@ class Across:
             One per replica, all of one length.
         """
         most, most_nodes = max(map(len, self._blocks)), max(self._counts)
-        head = np.array([self._run, step, weights if step % CHECK_STEPS == 0 else 0], np.int64)
+        head = np.array([self._run, *compared], np.int64)
         rows = np.zeros((most, ROW))
         named = [packed(part.named) if part.named else b"" for part in parts]
         if any(named):
@@ -254,9 +255,15 @@ class Across:
 
     def _check_head(self, rank: int, mine: np.ndarray, theirs: np.ndarray) -> None:
         for name, ours, other in zip(HEADER, mine.tolist(), theirs.tolist(), strict=True):
-            if ours != other:
+            if ours != other and not (name == "norm" and UNKNOWN in (ours, other)):
                 message = f"process {rank} differs from process {self._rank} in its {name}: {other} there, {ours} here"
-                if name == "weights":
+                if name == "norm":
+                    message += (
+                        " (bits of the gradient's norm one step before): a device or a library computes or copies "
+                        "wrongly in one of them. Go on without it, from the newest snapshot up to which phalanx verify "
+                        "finds the same"
+                    )
+                elif name == "weights":
                     message += (
                         f" (checksums, compared every {CHECK_STEPS} steps): memory or a library differs between them, "
                         "and the weights of one are wrong. Compare them, and go on from an earlier snapshot"
@@ -264,7 +271,7 @@ class Across:
                 else:
                     message += "; they do not do the same run: start all of them again"
                 self._gloo.close()
-                raise (CorruptionError if name == "weights" else RunError)(message, step=int(mine[1]))
+                raise (CorruptionError if name in ("weights", "norm") else RunError)(message, step=int(mine[1]))
 
     def _dealt(self, layout: FlatLayout, summands: Callable[[int], Sequence[Summands]]) -> list[Piece]:
         """Pack this host's partial sums, a row per node, and send each piece as soon as it is whole."""

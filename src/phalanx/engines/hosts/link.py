@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.engines.hosts.exchange import CHECK_STEPS, Across, Mask, Rendezvous, Summands
+from phalanx.engines.hosts.exchange import CHECK_STEPS, UNKNOWN, Across, Mask, Rendezvous, Summands
 from phalanx.engines.processes.link import ArenaLink, union
 from phalanx.plan.fold import covers
 from phalanx.seams.records import Part, Vector
@@ -45,14 +45,15 @@ class HostLink(ArenaLink):
             [position for position, node in enumerate(plan.nodes) if covers(top, node)] for top in self._across.nodes
         ]
         self._masks: list[Mask] = []
+        self._norm = -1, UNKNOWN  # a step, and its gradient's norm here
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         mine = super().all_gather(parts)[self._block.start : self._block.stop]
         step = self._barrier.step
-        due = self._shard.weights if step % CHECK_STEPS == 0 else []
-        checksum = int(np.array([weights.sum() for weights in due], np.int64).sum())  # modulo 2**64
+        checksum = self._checksum() if step % CHECK_STEPS == 0 else 0
+        norm = self._norm[1] if self._norm[0] == step - 1 else UNKNOWN
         notes = [bytes(flags) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]
-        self.parts, self._masks, notes = self._across.tell(step, checksum, mine, self._host_masks(), notes)
+        self.parts, self._masks, notes = self._across.tell((step, checksum, norm), mine, self._host_masks(), notes)
         for (*_, flags), note in zip(self._buffer_payload, notes, strict=True):
             flags[:] = note
         self._across.spread([list(itertools.compress(pieces, flags)) for *pieces, flags in self._buffer_payload])
@@ -70,8 +71,26 @@ class HostLink(ArenaLink):
         self.there = union(self._masks)
         return self.slots.fold([self._across.total(self._masks, summands)], lambda _: (), weight)
 
+    def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
+        norm, parts = super().norm(gradient, parts)
+        self._note(norm)
+        return norm, parts
+
+    def _note(self, norm: float) -> None:
+        """Have the other hosts compare it in the next step."""
+        self._norm = self._barrier.step, bits_of(norm)
+
+    def _checksum(self) -> int:
+        """Of the weights that this worker and its counterparts own."""
+        return int(np.array([weights.sum() for weights in self._shard.weights], np.int64).sum())  # modulo 2**64
+
     def _host_masks(self) -> list[Mask]:
         """Which gradients each of this host's sums has: those that the sum of any of its workers has."""
         flags = np.frombuffer(self.publications.read(), np.uint8).reshape(-1, 1 + self.publications.entries)
         there = flags[:, 1:] * (flags[:, :1] > 0)
         return [there[group].max(0).tobytes() for group in self._groups]
+
+
+def bits_of(norm: float) -> int:
+    """A number for the bits of a norm, which is never ``UNKNOWN``; all that are no numbers are one."""
+    return 1 + int(np.float64(norm if norm == norm else np.inf).view(np.int64))

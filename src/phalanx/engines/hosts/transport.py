@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,14 @@ from phalanx.errors import RunError, SeveredError, UsageError
 
 BACKENDS: Any = dist.Backend
 FILE: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
+CLOCKS = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_ENABLE_MONITORING",
+)
+NEVER_DAYS = 365
+ABORT_SECONDS = 10.0
 TRIED = 1 << 17  # numbers of 8 bytes that are sent when workers meet
 NOTICED_SECONDS = 5.0  # until somebody has seen that a worker is gone
 
@@ -61,23 +71,21 @@ class Transport:
         check: Callable[[], None],
         hosts: int = 1,
     ) -> None:
-        self._check, self._device = check, device
+        self._check, self._device, self._rank, self._size = check, device, rank, size
         name = BACKENDS.default_device_backend_map.get(device.type, "gloo")
         self._on_host = name == "gloo"  # works are done when the host says so, not when a stream comes to them
         self._staged = self._on_host and device.type != "cpu"
         self.beside = None if self._on_host else torch.Stream(device)
         self._group: Any = None
         self.levels: list[Transport] = []
-        try:
-            if self._on_host:  # in a thread, as whoever waits for a worker that died meanwhile waits long
-                self._group = in_thread(lambda: self._meet(store, rank, size, seconds, interface), check)
-            else:
-                self._group = _created(name, store, rank, size, seconds)
-                self._compare(store, rank, size)
+        try:  # in a thread, as whoever waits for a worker that died meanwhile waits for ever
+            in_thread(lambda: self._meet(name, store, seconds, interface), check)
+            self.levels = [self] if hosts == 1 else self._cut(store, rank, size // hosts, hosts, seconds, interface)
         except (SeveredError, RuntimeError) as error:
             self._lost(error)
-        self._try_out(rank, size)
-        self.levels = [self] if hosts == 1 else self._cut(store, rank, size // hosts, hosts, seconds, interface)
+        except BaseException:
+            self.close()
+            raise
 
     def _cut(self, store: Any, rank: int, each: int, hosts: int, seconds: float, interface: str) -> list[Transport]:
         host, position = divmod(rank, each)
@@ -85,15 +93,22 @@ class Transport:
         within = Transport(PrefixStore(f"host {host}", store), position, each, *facts)
         return [within, Transport(PrefixStore(f"position {position}", store), host, hosts, *facts)]
 
-    def _meet(self, store: Any, rank: int, size: int, seconds: float, interface: str) -> Any:
-        group = Gloo(store, rank, size, seconds, interface).group
-        self._compare(store, rank, size)
-        return group
+    def _meet(self, name: str, store: Any, seconds: float, interface: str) -> None:
+        """Make the group, compare the devices, and see that bytes arrive."""
+        if self._on_host:
+            self._group = Gloo(store, self._rank, self._size, seconds, interface).group
+        else:
+            torch.get_device_module(self._device).set_device(self._device)  # each thread has its own
+            self._group = _created(name, store, self._rank, self._size)
+        self._compare(store)
+        self._try_out()
 
-    def _compare(self, store: Any, rank: int, size: int) -> None:
+    def _compare(self, store: Any) -> None:
         """Refuse devices of several models: they choose kernels, and how these divide their work, by themselves."""
-        store.set(f"kind {rank}", description(self._device))
-        kinds = [store.get(f"kind {other}").decode() for other in range(size)]
+        store.set(f"kind {self._rank}", description(self._device))
+        names = [f"kind {other}" for other in range(self._size)]
+        poll(lambda: store.check(names), self._check)
+        kinds = [store.get(name).decode() for name in names]
         for other, kind in enumerate(kinds):
             if kind != kinds[0]:
                 raise UsageError(
@@ -101,11 +116,11 @@ class Transport:
                     "devices come to different bits; name devices of one model"
                 )
 
-    def _try_out(self, rank: int, size: int) -> None:
+    def _try_out(self) -> None:
         """See that bytes arrive: between devices whose direct access is broken, zeros come without an error."""
         if self._on_host:
             return
-        part = TRIED // size
+        rank, size, part = self._rank, self._size, TRIED // self._size
         mine = torch.arange(size * part, device=self._device).add_(rank * TRIED)
         came = torch.empty_like(mine)
         self.wait(self.all_to_all(came, mine, [part] * size, [part] * size))
@@ -151,12 +166,12 @@ class Transport:
 
     def close(self) -> None:
         """Leave the others; what was begun is given up."""
-        for level in self.levels:
-            if level is not self:
-                level.close()
-        group, self._group = self._group, None
-        if group is not None and hasattr(group, "abort"):
-            group.abort()
+        whole = {id(link): link for link in [self, *self.levels]}.values()
+        groups = [link._group for link in whole if link._group is not None]
+        for link in whole:
+            link._group = None
+        if groups:
+            _abort(groups, self._device)
 
     def _begun(self, operation: Callable[..., Any], target: torch.Tensor, source: torch.Tensor, *cuts: Any) -> Any:
         """Begin to move bytes: no backend has to know a dtype, and none could add."""
@@ -206,10 +221,41 @@ def reached(rendezvous: Rendezvous, device: str, generation: int, check: Callabl
     return Transport(store, rendezvous.rank, size, *facts)
 
 
-def _created(name: str, store: Any, rank: int, size: int, seconds: float) -> Any:
-    """A group of the backend that torch registered under this name."""
-    limit = datetime.timedelta(seconds=seconds)
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a worker decides itself what a lost peer means
+def _abort(groups: Sequence[Any], device: torch.device) -> None:
+    """End what these groups began, though a worker is gone, and wait for the device.
+
+    A kernel of NCCL that waits for a lost peer never ends. To abort one group may wait for kernels of another, so that
+    they are aborted in one group of calls, as torch does it itself (pytorch#119797). What was enqueued behind them is
+    computed then, of garbage, in memory that is used again: whoever goes on at once would race with it. None of this
+    may take for ever, so that a thread does it. On a device that is lost it raises.
+    """
+
+    def end() -> None:
+        together = next((group for group in groups if hasattr(group, "_group_start")), None)
+        with contextlib.suppress(RuntimeError):
+            if together is not None:
+                together._group_start()
+            for group in groups:
+                if hasattr(group, "abort"):
+                    group.abort()
+            if together is not None:
+                together._group_end()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    thread.join(ABORT_SECONDS)
+
+
+def _created(name: str, store: Any, rank: int, size: int) -> Any:
+    """A group of the backend that torch registered under this name.
+
+    NCCL's own clocks are off: a limit counts from when something is enqueued, before others have come to it, and ends
+    the process. Cluster templates set these variables otherwise. That a worker hangs is seen by the caller's process.
+    """
+    limit = datetime.timedelta(days=NEVER_DAYS)
+    os.environ.update(dict.fromkeys(CLOCKS, "0"))
     plugin = BACKENDS._plugins.get(name.upper())
     if plugin is None:
         return getattr(dist, f"ProcessGroup{name.upper()}")(store, rank, size, limit)

@@ -253,6 +253,9 @@ class ArenaLink:
         self._barrier.at(Stage.UPDATED)
         self._barrier.wait()
 
+    def leave(self) -> None:
+        """Give up what is under way on a device, before anybody reads it: without a peer it may never end."""
+
     def _left(self) -> list[tuple[int, Any]]:
         """The samples of each replica that has any, and what it left in buffers."""
         return [

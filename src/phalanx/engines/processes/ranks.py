@@ -140,7 +140,8 @@ class RankLink(ArenaLink):
     def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
         begun = self._framework.norm(gradient, self._losses)
         if self._transport is not None:
-            self._transport.settle()
+            with self._exchange.watched():
+                self._transport.settle()
         norm, *losses = begun()
         self._compare(norm)
         return norm, with_losses(_named_alike(parts, parts[0]), losses)
@@ -234,6 +235,11 @@ class RankLink(ArenaLink):
         rows = self.publications.rows(self.publications.read())
         return [mask if number else entries for number, mask in rows]
 
+    def leave(self) -> None:
+        if self._transport is not None and self._transport.beside is not None:
+            self._transport.close()
+            self._transport = None
+
     def _joined(self) -> Transport:
         """The connection to the other workers; made anew after any of them failed."""
         generation = self._counters.generation
@@ -261,6 +267,14 @@ class HostRankLink(RankLink, HostLink):
         HostLink.__init__(self, rendezvous, *facts)
         connect = functools.partial(reached, rendezvous, device)
         self._exchange_among(rendezvous.blocks, rendezvous.rank, device, connect, rendezvous.hosts)
+
+    def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
+        norm, parts = RankLink.norm(self, gradient, parts)
+        self._note(norm)
+        return norm, parts
+
+    def _checksum(self) -> int:
+        return self._weights  # computed on the device, of which one number for each tensor was read
 
     def _present(self) -> list[bytes]:
         return self._masks

@@ -274,6 +274,7 @@ class Worker:
         Whoever sees the trouble sees that: ``wait`` and ``_wait_for`` of the barrier have ordered it before.
         """
         self._counters.trouble = 1
+        self._link.leave()
 
     def _evaluate(self, metric_fn: Metrics, data: Any, batch_size: int, weights: Weights | None) -> list[Any]:
         """Measure this worker's block of chunks."""

@@ -163,7 +163,7 @@ def watched(devices: Sequence[torch.device]) -> Iterator[None]:
             "which make what is computed at once smaller, or set PYTORCH_ALLOC_CONF=expandable_segments:True"
         ) from error
     except RuntimeError as error:
-        lost = [str(device) for device in dict.fromkeys(devices) if device.type != "cpu" and not _answers(device)]
+        lost = [str(device) for device in dict.fromkeys(devices) if device.type != "cpu" and not answers(device)]
         if not lost:
             raise
         raise RunError(
@@ -174,7 +174,8 @@ def watched(devices: Sequence[torch.device]) -> Iterator[None]:
         ) from error
 
 
-def _answers(device: torch.device) -> bool:
+def answers(device: torch.device) -> bool:
+    """Whether a device still computes; it is waited for."""
     try:
         torch.zeros(1, device=device).add_(1).item()
     except RuntimeError:
@@ -182,8 +183,11 @@ def _answers(device: torch.device) -> bool:
     return True
 
 
-def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch.device]:
-    """The devices with these names, in use from here on; for no names ``home``, where the model was made.
+def found(names: Sequence[str], replicas: int, home: torch.device, *, apart: bool = False) -> list[torch.device]:
+    """The devices with these names; for no names ``home``, where the model was made.
+
+    One is in use from here on. Several are left alone, as is one that a worker has (``apart``): to use a device takes
+    half a gigabyte of it, and a process that only starts workers does not need it.
 
     Raises
     ------
@@ -198,7 +202,8 @@ def found(names: Sequence[str], replicas: int, home: torch.device) -> list[torch
                 f"{count} {kind} devices are idle, as make_model makes the model elsewhere; devices={kind!r} uses them",
             )
         return [home]
-    devices = [named_device(name) for name in spelled(names, replicas)]
+    listed = spelled(names, replicas)
+    devices = list(map(listed_device if apart or len(listed) > 1 else named_device, listed))
     kinds = [device.type for device in devices]
     several = range(len(devices)) if set(kinds) == {"cpu"} else devices  # the CPU may be named more than once
     checks.alike(names, several, kinds, replicas)
@@ -275,13 +280,27 @@ def named_device(name: str) -> torch.device:
     return device
 
 
+def listed_device(name: str) -> torch.device:
+    """The named device, as ``named_device``, which finds out more; but an accelerator is not used."""
+    kind, count = accelerator()
+    if name.partition(":")[0] != kind:
+        return named_device(name)  # says why, if it is an accelerator
+    try:
+        index = torch.device(name).index or 0
+    except RuntimeError as error:
+        raise _unusable(name, str(error).strip().splitlines()[0]) from error
+    if index >= count:
+        raise _unusable(name, f"there are {count} of this kind")
+    return torch.device(kind, index)
+
+
 def _unusable(name: str, reason: str) -> UsageError:
     return UsageError(f"devices names {name!r}, which torch cannot use here ({reason}); use ['cpu'], or leave it out")
 
 
 def _all_of(kind: str, replicas: int) -> list[str]:
     """All visible devices of a kind, at most one per replica."""
-    named_device(kind)  # says why it cannot be used
+    listed_device(kind)  # says why it cannot be used
     count = getattr(torch.get_device_module(kind), "device_count", lambda: 1)()
     if count > replicas:
         _mention(

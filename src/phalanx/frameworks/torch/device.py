@@ -92,7 +92,11 @@ class TorchDevice(Torch):
             super().update(step, gradient, home if home else None)
 
     def rewind(self) -> None:
-        super().rewind()
+        try:
+            super().rewind()
+        except RuntimeError:  # a device that is lost; what was raised of it is being handled
+            if accelerators.answers(self._device):
+                raise
         self._feed.forget()
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:

@@ -57,7 +57,7 @@ class TorchRecord(Record):
         home = next(checked_new(model).parameters()).device
         if processes > 1:
             devices = accelerators.chosen(devices, home)
-        resolved = accelerators.found(devices, definition.replicas // processes, home)
+        resolved = accelerators.found(devices, definition.replicas // processes, home, apart=apart)
         accelerated = resolved[0].type != "cpu"
         if len(resolved) > 1 or (accelerated and apart):
             return Torch(definition, model, list(map(str, resolved)))

@@ -1,0 +1,196 @@
+"""Collectives that never end once a peer is gone, as NCCL's: survivors break them off before they look at their device.
+
+Runs here have a long deadline: who hung is ended only when it is over. So no test waits for that: one death is one.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import threading
+
+import pytest
+
+from phalanx.engines.hosts import transport
+from phalanx.engines.processes.link import ArenaLink
+from phalanx.engines.processes.ranks import RankLink
+from phalanx.engines.processes.worker import Worker
+from phalanx.plan.lifecycle import Stage
+from tests import accelerator
+from tests.accelerator.ccl import Collectives
+from tests.devices.planting import Planted, in_worker, mark_caller
+from tests.devices.test_accelerators import Noting, notes
+from tests.engines.deaths import Trapped, sprung
+from tests.families import ADAMW, FAMILIES
+from tests.hosts.worlds import BEGIN, END, ended, started
+from tests.sampling import sample
+
+pytestmark = pytest.mark.accelerator
+MLP = FAMILIES["mlp"]
+ROUNDS = 20
+ON_THE_WAY = ["all_to_all", "all_gather"]  # places beside the named ones: it has begun this, and nothing after it
+PLACES = [*(stage.name for stage in Stage), *ON_THE_WAY]
+
+
+@pytest.fixture
+def fake():
+    """The device module, as after loading."""
+    return accelerator.accelerator()
+
+
+class OfRank(Trapped):
+    """A trap for the worker of one process of a world, whose recipes must be alike."""
+
+    def __init__(self, *arguments, rank=None):
+        super().__init__(*arguments)
+        self.rank, self.parent = rank, None
+        mark_caller()
+
+    def set(self):
+        if in_worker():
+            super().set()
+
+    def spring(self):
+        if self.rank in (None, os.environ.get("RANK")):
+            super().spring()
+
+
+class Begun(OfRank):
+    """A trap that springs once something has been begun between devices."""
+
+    def set(self):
+        super().set()
+        trap, plain = self, getattr(transport.Transport, self.place)
+
+        def begun(link, *arguments):
+            work = plain(link, *arguments)
+            if hasattr(trap, "seen"):  # not while workers meet
+                trap.spring()
+            return work
+
+        setattr(transport.Transport, self.place, begun)
+
+
+def trapped(recipe, folder, worker, place, rank=None, fault=None):
+    """A recipe whose worker ``worker`` is killed there, of process ``rank`` of a world; all workers have the fault."""
+    trap = Begun if place in ON_THE_WAY else OfRank
+    make_model = recipe.make_model if fault is None else Planted(recipe.make_model, fault)
+    return dataclasses.replace(recipe, make_model=trap(make_model, str(folder), worker, 3, place, rank))
+
+
+def recipe(replicas=6, **changes):
+    return MLP.recipe(replicas, steps=7, max_norm=0.1, optimizer=ADAMW, **changes)
+
+
+def trained(made, count, **options):
+    """Digest and losses, and what befell workers."""
+    result = made.train(devices=[f"fake:{number}" for number in range(count)], **options)
+    return (result.digest, result.loss_history), [each.kind for each in result.incidents]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    accelerator.accelerator()
+    return trained(recipe(), 1)[0]
+
+
+CASES = [(place, count, worker) for place in PLACES for count in (2, 3) for worker in {0, count - 1}]
+
+
+@pytest.mark.parametrize(("place", "count", "worker"), sample("hanging collectives", CASES, 3))
+def test_a_death_at_every_point(fake, tmp_path, wanted, place, count, worker):
+    """The others are on at once, to the same bits; nobody else dies, and no thread is left behind in them."""
+    (tmp_path / "traps").mkdir()
+    (tmp_path / "notes").mkdir()
+    made = trapped(
+        recipe(loss_fn=Noting(tmp_path / "notes", threading.active_count)), tmp_path / "traps", worker, place
+    )
+    found, incidents = trained(made, count)
+    assert found == wanted
+    assert (sprung(tmp_path / "traps"), incidents) == (1, ["death", "replaced"])
+    assert len({line for lines in notes(tmp_path / "notes").values() for line in lines[-1:]}) == 1
+
+
+def never_left(patch):
+    """Nobody breaks the exchange off."""
+    patch.setattr(RankLink, "leave", ArenaLink.leave)
+
+
+def copied_before(patch):
+    """The exchange is broken off only once the state was handed over."""
+    patch.setattr(Worker, "_fail", lambda worker: setattr(worker._counters, "trouble", 1))
+    hand_over = Worker._hand_over
+
+    def late(worker, source):
+        state = hand_over(worker, source)
+        worker._link.leave()
+        return state
+
+    patch.setattr(Worker, "_hand_over", late)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fault", [never_left, copied_before], ids=lambda fault: fault.__name__)
+def test_who_does_not_leave_hangs(fake, tmp_path, wanted, fault):
+    """Negative twin: a survivor that looks at its device before it has left hangs until the deadline ends it, too."""
+    made = trapped(recipe(), tmp_path, 1, "FOLDING", fault=fault)
+    found, incidents = trained(made, 2, deadline_seconds=4)
+    assert found == wanted
+    assert incidents.count("death") > 1 or "hung" in incidents, incidents
+
+
+WORLD = """
+from tests import accelerator
+from tests.devices import test_hanging
+from phalanx.engines.hosts import world
+accelerator.accelerator()
+accelerator.accelerators.MENTIONED.add("local")
+os.environ["LOCAL_RANK"] = str(rank)
+world._host = lambda: f"host {{rank // {each}}}"
+recipe = test_hanging.trapped(test_hanging.recipe(8, batch_size=16), {folder!r}, 0, {place!r},
+    rank="{victim}", fault=getattr(test_hanging, "{fault}", None))
+def finish():
+    result = recipe.train(devices=[f"fake:{{rank}}"], deadline_seconds={deadline}, lost_after=2.0)
+    return [result.digest, result.loss_history, [each.kind for each in result.incidents]]
+tried(finish)
+"""
+
+
+def world_struck(folder, place, size, each, victim, fault=None, deadline=60):
+    """What processes of a world tell, ``each`` of them on a host; one's worker is killed at ``place``. None: it failed."""
+    program = BEGIN + WORLD.format(**locals() | {"folder": str(folder)}) + END
+    processes = started(program, size, {}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        found = [process.communicate(timeout=100) for process in processes]
+    finally:
+        ended(processes)
+    ends = zip(processes, found, strict=True)
+    return [None if process.returncode else json.loads(out.splitlines()[-1])[0] for process, (out, _) in ends]
+
+
+WORLDS = [(place, size, each) for place in PLACES for size, each in ((2, 2), (3, 3), (2, 1), (4, 2))]
+
+
+@pytest.mark.longest
+@pytest.mark.parametrize(("place", "size", "each"), WORLDS)
+def test_a_death_at_every_point_under_a_launcher(fake, tmp_path, place, size, each):
+    """On one host, on two, and with two levels: all go on at once to the same bits, and no other worker dies."""
+    digest, losses = trained(recipe(8, batch_size=16), 1)[0]
+    told = world_struck(tmp_path, place, size, each, size - 1)
+    assert len(os.listdir(tmp_path)) == 1
+    assert [one[:2] for one in told] == [[digest, losses]] * size
+    assert [one[2].count("death") for one in told] == [0] * (size - 1) + [1], told
+
+
+def one_by_one(patch):
+    """Communicators are aborted one after another, where each waits for the others' kernels."""
+    patch.setattr(Collectives, "_group_start", lambda _: None)
+    patch.setattr(Collectives, "_group_end", lambda _: None)
+
+
+@pytest.mark.longest
+def test_communicators_that_are_aborted_one_by_one_hang(fake, tmp_path):
+    """Negative twin: with two levels that never ends, and processes are lost that nobody killed."""
+    told = world_struck(tmp_path, "all_to_all", 4, 2, 3, fault="one_by_one", deadline=4)
+    assert not all(isinstance(one, list) and one[2] in (["again"], ["death", "again"]) for one in told), told
