@@ -19,8 +19,9 @@ class Module(types.ModuleType):
         super().__init__(f"torch.{NAME}")
         self._native = native
         self.default_generators = tuple(map(native.default_generator, range(native.device_count())))
-        for name in ("reset", "opened", "counts", "reset_counts", "races", "raise_races", "set_virtual_time", "now", "trace"):
+        for name in ("reset", "counts", "reset_counts", "races", "raise_races", "set_virtual_time", "now", "trace"):
             setattr(self, name, getattr(native, name))
+        self.opened = native.opened
         self.device_count, self.current_device = native.device_count, native.current_device
         self.is_initialized, self._is_in_bad_fork = native.used, native.forked
         self.set_copy_seconds_per_byte = native.set_copy_seconds_per_byte

@@ -21,7 +21,7 @@ class Planted:
 
 
 def mark_caller():
-    """This process starts workers."""
+    """Note that this process starts workers."""
     os.environ[CALLER] = str(os.getpid())
 
 

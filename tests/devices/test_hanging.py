@@ -75,7 +75,7 @@ def trapped(recipe, folder, worker, place, rank=None, fault=None):
     """A recipe whose worker ``worker`` is killed there, of process ``rank`` of a world; all workers have the fault."""
     trap = Begun if place in ON_THE_WAY else OfRank
     make_model = recipe.make_model if fault is None else Planted(recipe.make_model, fault)
-    return dataclasses.replace(recipe, make_model=trap(make_model, str(folder), worker, 3, place, rank))
+    return dataclasses.replace(recipe, make_model=trap(make_model, str(folder), worker, 3, place, rank=rank))
 
 
 def recipe(replicas=6, **changes):
@@ -158,7 +158,7 @@ tried(finish)
 
 
 def world_struck(folder, place, size, each, victim, fault=None, deadline=60):
-    """What processes of a world tell, ``each`` of them on a host; one's worker is killed at ``place``. None: it failed."""
+    """What processes tell, ``each`` of them on a host, one's worker killed at ``place``; None of one that failed."""
     program = BEGIN + WORLD.format(**locals() | {"folder": str(folder)}) + END
     processes = started(program, size, {}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

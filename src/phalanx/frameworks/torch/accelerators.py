@@ -283,7 +283,7 @@ def named_device(name: str) -> torch.device:
 def listed_device(name: str) -> torch.device:
     """The named device, as ``named_device``, which finds out more; but an accelerator is not used."""
     kind, count = accelerator()
-    if name.partition(":")[0] != kind:
+    if kind is None or name.partition(":")[0] != kind:
         return named_device(name)  # says why, if it is an accelerator
     try:
         index = torch.device(name).index or 0
