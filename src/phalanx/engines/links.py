@@ -50,7 +50,7 @@ class LocalLink:
         return self._fold.total()
 
     def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
-        norm, *losses = self._framework.norm(gradient, losses_of(parts))()
+        norm, *losses = self._framework.norm(gradient, losses_of(parts), list(self._buffers.values()))()
         return norm, with_losses(parts, losses)
 
     def all_true(self, opinion: bool) -> bool:

@@ -196,7 +196,7 @@ class ArrayFramework:
     def eval_point(self) -> None:
         """None is needed."""
 
-    def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
+    def norm(self, gradient: Gradient, losses: Sequence[Any], buffers: Any = None) -> Callable[..., list[float]]:
         """2-norm of ``gradient`` over all parameters, and losses."""
         return lambda: [self.arithmetic.norm(gradient), *self.arithmetic.read(list(losses))]
 

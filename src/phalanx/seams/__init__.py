@@ -166,10 +166,14 @@ class Framework(Protocol):
         """
         ...
 
-    def norm(self, gradient: Vector, losses: Sequence[Any]) -> Callable[[], list[float]]:
+    def norm(
+        self, gradient: Vector, losses: Sequence[Any], buffers: Sequence[tuple[int, list[Any]]] | None = None
+    ) -> Callable[..., list[float]]:
         """Begin the 2-norm of ``gradient``, as the framework's own clipping computes it.
 
-        What it returns waits for the device, once, and gives the norm and then the ``losses`` as numbers.
+        What it returns waits for the device, once, and gives the norm and then the ``losses`` as numbers. On devices it
+        may be called with a function that waits, given another that says whether they are there. ``buffers``: what
+        ``update`` will be given, so that it may be begun.
         """
         ...
 

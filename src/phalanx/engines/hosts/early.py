@@ -90,9 +90,12 @@ class Early:
 
     def finish(self) -> None:
         """Wait for everything."""
-        for _ in range(self._exchange.steps - 1 if self._transport.beside is None else 0):
-            for journey in self._journeys:
-                next(journey)
+        if self._transport.beside is None:
+            for _ in range(self._exchange.steps - 1):
+                for journey in self._journeys:
+                    next(journey)
+        elif self._journeys:
+            self._go_on(self._journeys[-1])
         self._wholes = list(map(next, self._journeys))
 
     def total(self, over: Callable[[Any], Any]) -> Vector:
@@ -118,10 +121,15 @@ class Early:
         journey = self._exchange.travel(self._transport, number, self._buckets[number], _whole)
         self._journeys.append(journey)
         next(journey)
-        if self._transport.beside is not None:
-            with torch.get_device_module(self._transport.beside.device).stream(self._transport.beside):
-                for _ in range(self._exchange.steps - 1):
-                    next(journey)
+        if self._transport.beside is not None and number:
+            self._go_on(self._journeys[number - 1])  # behind this one's all-to-all, which need not wait for its fold
+
+    def _go_on(self, journey: Journey) -> None:
+        """The rest of a journey, beside what computes."""
+        beside = self._transport.beside
+        assert beside is not None, "there is a stream"
+        with torch.get_device_module(beside.device).stream(beside):
+            self._exchange.go_on(journey)
 
     def _put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Write this worker's sums of a parameter into its bucket."""

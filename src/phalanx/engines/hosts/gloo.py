@@ -98,13 +98,13 @@ class Gloo:
             raise SeveredError(f"another process cannot be reached: {_short(error)}") from error
 
 
-def poll(done: Callable[[], bool], check: Callable[[], object]) -> None:
-    """Nap until something is done; ``check`` raises to end that."""
+def poll(done: Callable[[], bool], check: Callable[[], object], longest: float = LONGEST_NAP_SECONDS) -> None:
+    """Nap until something is done, ``longest`` seconds at a time; ``check`` raises to end that."""
     nap = NAP_SECONDS
     while not done():
         check()
         time.sleep(nap)
-        nap = min(2 * nap, LONGEST_NAP_SECONDS)
+        nap = min(2 * nap, longest)
 
 
 def in_thread(ask: Callable[[], T], check: Callable[[], object]) -> T:

@@ -28,6 +28,10 @@ from phalanx.shared.layout import Spec
 BUCKET = 25 << 20  # bytes
 ALIGNED = 512  # bytes: kernels may compute otherwise at addresses that a gradient of torch's own would not have
 
+# Buckets with rooms of their own for what comes and for sums. A bucket's all-to-all is begun before the fold of the one
+# ahead of it is, and after the all-gather of the one before that. Collectives of one kind follow one another, and that
+# all-gather waits for its fold. So two sets are enough.
+IN_FLIGHT = 2
 Journey = Iterator[Any]  # of a bucket: something is under way after each step; the last one gives all slices
 
 
@@ -65,12 +69,15 @@ class Bucket(NamedTuple):
         For each level and group the stretches of parameters that the same sums have.
     width : int
         Elements of a slice; each worker adds up one.
+    most : int
+        Elements of a slice of the largest bucket that has the same rooms on the way.
     """
 
     dtype: torch.dtype
     places: dict[int, int]
     stretches: list[list[list[Stretch]]]
     width: int
+    most: int
 
 
 def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1) -> list[Level]:
@@ -146,10 +153,23 @@ class Exchange:
         for number, bucket in enumerate(buckets):
             self._pack(number, bucket, mine)
         journeys = [self.travel(transport, number, bucket, over) for number, bucket in enumerate(buckets)]
-        for _ in range(self.steps):
-            for journey in journeys:
-                next(journey)
+        if transport.beside is None:
+            for _ in range(self.steps):
+                for journey in journeys:
+                    next(journey)
+            return self.unpacked(buckets, map(next, journeys))
+        for number, journey in enumerate(journeys):
+            next(journey)
+            if number:
+                self.go_on(journeys[number - 1])
+        for journey in journeys[-1:]:
+            self.go_on(journey)
         return self.unpacked(buckets, map(next, journeys))
+
+    def go_on(self, journey: Journey) -> None:
+        """All of a journey behind its first all-to-all, which is under way."""
+        for _ in range(self.steps - 1):
+            next(journey)
 
     def layout(self, masks: Sequence[Mask]) -> list[Bucket]:
         """The buckets of a step in which each node of all workers has these gradients."""
@@ -162,9 +182,14 @@ class Exchange:
     def travel(self, transport: Transport, number: int, bucket: Bucket, over: Callable[[Any], Any]) -> Journey:
         """Take this worker's sums of a bucket to all, and all means back; waits for what it began a step before."""
         rows, first, length = self._packed(number, bucket), 0, self._workers * bucket.width
+        packed, slot = rows, number if transport.beside is None else (number % IN_FLIGHT, bucket.dtype)
 
         def room(name: str, depth: int, size: int) -> torch.Tensor:
             return scratch(self._rooms, (name, number, depth), size, bucket.dtype, self._device)
+
+        def shared_room(name: str, depth: int, size: int) -> torch.Tensor:
+            most = size if transport.beside is None else size // bucket.width * bucket.most
+            return scratch(self._rooms, (name, slot, depth), most, bucket.dtype, self._device)[:size]
 
         for depth, (level, link) in enumerate(zip(self._among, transport.levels, strict=True)):
             own, length = len(rows), length // level.size
@@ -172,18 +197,20 @@ class Exchange:
             if own > 1:  # memory that nobody else gets while it is under way
                 sent = room("sent", depth, rows.numel()).view(level.size, own, length)
                 sent.copy_(rows.view(own, level.size, length).transpose(0, 1))
-            received = room("received", depth, sum(level.counts) * length)
+            received = shared_room("received", depth, sum(level.counts) * length)
             comes, goes = [count * length for count in level.counts], [own * length] * level.size
             work = link.all_to_all(received, sent.view(-1), comes, goes)
             yield
             link.wait(work)
             first += level.position * length
-            rows = room("sum", depth, len(level.groups) * length).view(-1, length)
+            rows = shared_room("sum", depth, len(level.groups) * length).view(-1, length)
             for total, its_stretches in zip(rows, bucket.stretches[depth], strict=True):
                 fold_stretches(total, list(received.view(-1, length)), its_stretches, first, spare=True)
         mean = over(rows[0])
         for depth, (level, link) in reversed(list(enumerate(zip(self._among, transport.levels, strict=True)))):
-            whole = room("whole", depth, level.size * len(mean))
+            # At last the mean takes the place of what was sent, if that was one sum: it has been sent by then.
+            last = depth == 0 and len(packed) == 1
+            whole = packed[0] if last else room("whole", depth, level.size * len(mean))
             work = link.all_gather(whole, mean)
             yield
             link.wait(work)
@@ -235,9 +262,13 @@ class Exchange:
                     width = -(-size // (self._workers * step)) * step
                     find = functools.partial(self._sums, masks, places)
                     all_stretches = [[find(level, group) for group in level.groups] for level in self._among]
-                    buckets.append(Bucket(dtype, places, all_stretches, width))
+                    buckets.append(Bucket(dtype, places, all_stretches, width, width))
                     places, size = {}, 0
-        return buckets
+        most: dict[Any, int] = {}
+        for number, bucket in enumerate(buckets):
+            kind = number % IN_FLIGHT, bucket.dtype
+            most[kind] = max(bucket.width, most.get(kind, 0))
+        return [bucket._replace(most=most[number % IN_FLIGHT, bucket.dtype]) for number, bucket in enumerate(buckets)]
 
     def _sums(self, masks: Sequence[Mask], places: dict[int, int], level: Level, group: list[int]) -> list[Stretch]:
         """How sums of a level are added up, by stretches of parameters that the same ones have."""

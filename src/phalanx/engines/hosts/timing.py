@@ -76,7 +76,8 @@ def _measure(meeting: str, names: Sequence[str], rank: int) -> dict[str, str]:
         for name, way in ways.items():
             began = time.perf_counter()
             way()
-            link.settle()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
             seconds[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(row[WARM_UP:]) * 1000 for name, row in seconds.items()}
     kind = "bytes arrived" if device.type != "cpu" else "in host memory"

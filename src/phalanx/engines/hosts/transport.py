@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ CLOCKS = (
 )
 NEVER_DAYS = 365
 ABORT_SECONDS = 10.0
+DEVICE_NAP_SECONDS = 0.00005  # the device idles until the host has seen that the norm is there
 TRIED = 1 << 17  # numbers of 8 bytes that are sent when workers meet
 NOTICED_SECONDS = 5.0  # until somebody has seen that a worker is gone
 
@@ -75,7 +77,8 @@ class Transport:
         name = BACKENDS.default_device_backend_map.get(device.type, "gloo")
         self._on_host = name == "gloo"  # works are done when the host says so, not when a stream comes to them
         self._staged = self._on_host and device.type != "cpu"
-        self.beside = None if self._on_host else torch.Stream(device)
+        # Small kernels, which others wait for: before what computes.
+        self.beside = None if self._on_host else torch.Stream(device, priority=-1)
         self._group: Any = None
         self.levels: list[Transport] = []
         try:  # in a thread, as whoever waits for a worker that died meanwhile waits for ever
@@ -157,12 +160,10 @@ class Transport:
         if target is not None:
             target.copy_(arrived)
 
-    def settle(self) -> None:
-        """Wait until the device has done all that was begun."""
-        if not self._on_host:
-            reached = torch.Event(self._device)
-            reached.record()
-            poll(reached.query, self._check)
+    @property
+    def waiter(self) -> Callable[[Callable[[], bool]], None] | None:
+        """Waits for something of the device, and for the others meanwhile; None: nothing that is begun lasts there."""
+        return None if self._on_host else functools.partial(poll, check=self._check, longest=DEVICE_NAP_SECONDS)
 
     def close(self) -> None:
         """Leave the others; what was begun is given up."""
@@ -258,7 +259,14 @@ def _created(name: str, store: Any, rank: int, size: int) -> Any:
     os.environ.update(dict.fromkeys(CLOCKS, "0"))
     plugin = BACKENDS._plugins.get(name.upper())
     if plugin is None:
-        return getattr(dist, f"ProcessGroup{name.upper()}")(store, rank, size, limit)
+        kind = getattr(dist, f"ProcessGroup{name.upper()}")
+        if not hasattr(kind, "Options"):
+            return kind(store, rank, size, limit)
+        given = kind.Options()
+        given._timeout = limit
+        if hasattr(given, "is_high_priority_stream"):
+            given.is_high_priority_stream = True
+        return kind(store, rank, size, given)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, limit)
     options: Any = c10d._DistributedBackendOptions()  # pyright: ignore[reportPrivateImportUsage]

@@ -138,11 +138,9 @@ class RankLink(ArenaLink):
         return mean
 
     def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
-        begun = self._framework.norm(gradient, self._losses)
-        if self._transport is not None:
-            with self._exchange.watched():
-                self._transport.settle()
-        norm, *losses = begun()
+        begun = self._framework.norm(gradient, self._losses, self._left())
+        with self._exchange.watched():
+            norm, *losses = begun(None if self._transport is None else self._transport.waiter)
         self._compare(norm)
         return norm, with_losses(_named_alike(parts, parts[0]), losses)
 

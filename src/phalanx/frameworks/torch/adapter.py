@@ -103,7 +103,7 @@ class Torch:
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         return self._lane.gradients(todo, watch)
 
-    def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
+    def norm(self, gradient: Gradient, losses: Sequence[Any], buffers: Any = None) -> Callable[..., list[float]]:
         return lambda: [self._updates.norm(gradient), *self.arithmetic.read(list(losses))]
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:

@@ -244,18 +244,50 @@ class DeviceArithmetic:
         return zlib.crc32(repr([None if entry is None else next(sums) for entry in vector]).encode())
 
     def read(self, scalars: Sequence[Any]) -> list[float]:
-        """One copy from each device; one more for whole numbers, which others would round."""
-        numbers = list(scalars)
+        return self.begin_read(scalars)()
+
+    def begin_read(self, scalars: Sequence[Any]) -> Callable[..., list[float]]:
+        """Begin to copy numbers to the host; what this returns waits for them, and for nothing that is enqueued later.
+
+        One copy from each device, to pinned memory; one more for whole numbers, which others would round. ``wait``, if
+        given, is called with a function that says whether a copy is there.
+        """
         groups: dict[Any, list[int]] = {}
         for at, scalar in enumerate(scalars):
             if isinstance(scalar, torch.Tensor):
                 groups.setdefault((scalar.device, scalar.is_floating_point()), []).append(at)
-        for (home, _), positions in groups.items():
-            with watched([home]):
-                values = torch.stack([scalars[at] for at in positions]).tolist()  # of the widest dtype: nothing is lost
-            for at, value in zip(positions, values, strict=True):
-                numbers[at] = value
-        return numbers
+        begun = [(home, at, self._copy_home(home, scalars, at)) for (home, _), at in groups.items()]
+
+        def finish(wait: Callable[[Callable[[], bool]], None] | None = None) -> list[float]:
+            numbers = list(scalars)
+            for home, positions, (row, arrived) in begun:
+                with watched([home]):
+                    if arrived is not None:
+                        arrived.synchronize() if wait is None else wait(arrived.query)
+                    values = row.tolist()
+                for at, value in zip(positions, values, strict=True):
+                    numbers[at] = value
+            return numbers
+
+        return finish
+
+    @functools.cached_property
+    def _pins(self) -> bool:
+        return can_pin()
+
+    def _copy_home(
+        self, home: torch.device, scalars: Sequence[Any], positions: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Event | None]:
+        """A row that is copied to the host, and the event after which it is there; None: reading it waits."""
+        with watched([home]):
+            values = torch.stack([scalars[at] for at in positions])  # of the widest dtype: nothing is lost
+            if home.type == "cpu" or not self._pins:
+                return values, None
+            row = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            row.copy_(values, non_blocking=True)
+            arrived = torch.Event(home)
+            arrived.record(torch.accelerator.current_stream(home))
+        return row, arrived
 
 
 def _add(

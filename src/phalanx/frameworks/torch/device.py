@@ -20,7 +20,6 @@ from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean
 from phalanx.frameworks.torch.replica.lane import Lane
-from phalanx.seams import Arithmetic
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
 
 ALIGNED = 16  # bytes
@@ -54,7 +53,7 @@ class TorchDevice(Torch):
     """
 
     def __init__(self, definition: Definition, model: torch.nn.Module, device: torch.device, *, allow: bool) -> None:
-        self.arithmetic: Arithmetic = DeviceArithmetic()
+        self.arithmetic = self._arithmetic = DeviceArithmetic()
         self._device, self._of_workers = device, ()
         kernels = accelerators.Deterministic(device, allow=allow)
         with self._surrounded(definition, kernels), accelerators.watched([device]):
@@ -77,19 +76,27 @@ class TorchDevice(Torch):
                 self._lane.check_members()
             yield computed
 
-    def norm(self, gradient: Gradient, losses: Sequence[Any]) -> Callable[[], list[float]]:
-        """Only what this returns waits for the device; before, the next batches are read."""
+    def norm(
+        self, gradient: Gradient, losses: Sequence[Any], buffers: Sequence[tuple[int, Left]] | None = None
+    ) -> Callable[..., list[float]]:
+        """Only what this returns waits for the device. Before that the next batches are read, and buffers are settled.
+
+        A plain loop enqueues its update behind the backward pass. Here the device idles from the norm to the first
+        kernel of the update. So all that does not depend on the norm is enqueued before, and the numbers are on their
+        way to the host before the next batches are on theirs to the device.
+        """
         with accelerators.watched([self._device]):
             whole = self._updates.enqueue_norm(gradient, self._device)
+            begun = self._arithmetic.begin_read([whole, *losses])
+            self._lane.buffers.prepare(buffers)
         following, self.following = self.following, None
         for todo in [] if following is None else following():
             self._feed.read_ahead(todo)
-        return lambda: self.arithmetic.read([whole, *losses])
+        return begun
 
     def update(self, step: int, gradient: Gradient, buffers: Sequence[tuple[int, Left]] | None) -> None:
-        home = [(samples, [value.to(self._device) for value in values]) for samples, values in buffers or ()]
         with accelerators.watched([self._device]):
-            super().update(step, gradient, home if home else None)
+            super().update(step, gradient, buffers or None)
 
     def rewind(self) -> None:
         try:

@@ -67,6 +67,7 @@ class Buffers:
         self._tensors = [module._buffers[name] for _, module, name in self._places]
         self._remote = any(tensor.device.type != "cpu" for tensor in self.tensors)  # looking at bytes would wait
         self._checked = False
+        self._prepared: Left | None = None
         self.begin_here()
         rules, paths = rules or {}, self.paths
         for wanted in rules:
@@ -166,21 +167,32 @@ class Buffers:
         columns = list(zip(*(left for _, left in replicas), strict=True))
         if count in LOOKED or "refuse" in self._rules:
             self._look(count, columns)
-        weights = share_weights([samples for samples, _ in replicas])
         if self._remote:
-            settled = self.starts
-            for row in self._rows:
-                row.put(settled, row.settled([row.flat(left) for _, left in replicas], weights))
+            settled, self._prepared = self._prepared or self._settled(replicas), None
             copy_all(zip(self.starts, settled, strict=True))
             self._write()
             self._dirty = False
             return
+        weights = share_weights([samples for samples, _ in replicas])
         for start, column, mean in zip(self.starts, columns, self._means, strict=True):
             value = mean_of(column, weights) if mean and not _alike(column) else column[0]
             if value is not start:
                 start.copy_(value)
         self._write()
         self._dirty = False
+
+    def prepare(self, replicas: Sequence[tuple[int, Left]] | None) -> None:
+        """Begin to settle on a device, before it is known whether the step counts; ``settle`` takes what came of it."""
+        self._prepared = self._settled(replicas) if replicas and self._places and self._remote else None
+
+    def _settled(self, replicas: Sequence[tuple[int, Left]]) -> Left:
+        """The settled buffers on a device, in memory of their own."""
+        settled, weights = self.starts, share_weights([samples for samples, _ in replicas])
+        home = [value.device for value in settled]
+        for row in self._rows:
+            lefts = [[value.to(at) for value, at in zip(left, home, strict=True)] for _, left in replicas]
+            row.put(settled, row.settled([row.flat(left) for left in lefts], weights))
+        return settled
 
     def _look(self, count: int, columns: Sequence[Sequence[torch.Tensor]]) -> None:
         """Refuse buffers that differ and may not, or that are queues; a queue that is seen late causes a warning."""
