@@ -170,8 +170,7 @@ class Buffers:
         if self._remote:
             settled, self._prepared = self._prepared or self._settled(replicas), None
             copy_all(zip(self.starts, settled, strict=True))
-            self._write()
-            self._dirty = False
+            self._dirty = True  # the model's own follow before the next forward pass, while the update is computed
             return
         weights = share_weights([samples for samples, _ in replicas])
         for start, column, mean in zip(self.starts, columns, self._means, strict=True):
