@@ -28,6 +28,7 @@ from phalanx.engines.hosts.transport import Transport
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic
 from phalanx.frameworks.torch.replica import feed
+from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.plan.fold import place, remaining
 from tests import accelerator
 from tests.devices.planting import Planted
@@ -331,6 +332,31 @@ def test_losses_are_read_once(fake):
         counts = fake.counts()
     assert counts["fake:0>cpu"][0] <= 2
     assert counts["fake:0>cpu"][1] <= 8 * (8 + 1)
+
+
+def put_back(buffers, replicas, count=-1):
+    """Buffers are settled once the norm is there."""
+    buffers._prepared = None
+    return SETTLE(buffers, replicas, count)
+
+
+SETTLE = Buffers.settle
+
+
+@pytest.mark.usefixtures("computed_once")
+@pytest.mark.parametrize(("fault", "late"), [(None, False), (put_back, True)], ids=["as it is", "put back"])
+def test_buffers_are_settled_before_the_norm_is_waited_for(fake, monkeypatch, fault, late):
+    """What is left behind the wait are copies and the update; the mean of statistics is on its way by then."""
+    if fault is not None:
+        monkeypatch.setattr(Buffers, "settle", fault)
+    with deep_recipe(4, make_model=deep_norm).start(devices="fake:0") as run:
+        next(run)
+        fake.trace(True)
+        next(run)
+        trace = fake.take_trace()
+    waited = next(at for at, event in enumerate(trace) if event[0] == "host")
+    behind = {event[2] for event in trace[waited:] if event[0] != "host"}
+    assert ("aten::cat" in behind) == late, behind
 
 
 @pytest.mark.usefixtures("computed_once")
@@ -818,6 +844,36 @@ def test_peak_memory(fake, tmp_path):
     # Four: weights, two states, two gradients of a fold over 2, and what is packed, has come, is folded and gathered.
     assert peaks[0] < 8.5
     assert 5 < peaks[1] < 9.5
+
+
+def a_layer_each(patch):
+    """Buckets of one layer."""
+    from phalanx.engines.hosts import ranks
+
+    patch.setattr(ranks, "BUCKET", 150 << 10)
+
+
+def a_room_each(patch):
+    """Every bucket has rooms of its own on the way."""
+    from phalanx.engines.hosts import ranks
+
+    a_layer_each(patch)
+    patch.setattr(ranks, "IN_FLIGHT", 1000)
+
+
+@pytest.mark.parametrize(("fault", "least", "most"), [(a_layer_each, 6, 6.6), (a_room_each, 7, 7.6)])
+def test_memory_of_what_is_on_the_way(fake, tmp_path, fault, least, most):
+    """Beside weights, two states, a gradient and the update's own there is what is sent, and two rooms for what comes."""
+    size = sum(parameter.nbytes for parameter in deep(192).parameters())
+    x = torch.randn(32, 192, generator=torch.Generator().manual_seed(0))
+    recipe = phalanx.Recipe(
+        functools.partial(deep, 192), (x, torch.arange(32) % 3), F.cross_entropy, replicas=4, batch_size=32, steps=7
+    )
+    wanted = trained(recipe, 1)
+    planted = Planted(recipe.make_model, fault)
+    assert trained(dataclasses.replace(recipe, make_model=planted, loss_fn=Noting(tmp_path, peak)), 4) == wanted
+    peaks = max(int(line) for lines in notes(tmp_path).values() for line in lines[3:]) / size
+    assert least < peaks < most, peaks
 
 
 def test_deaths(fake, tmp_path):
