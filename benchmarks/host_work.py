@@ -44,6 +44,7 @@ def gpt2(parameters=148):
 
 MODELS = {"161 parameters, 53 BatchNorms": normed, "148 parameters (GPT-2)": gpt2}
 UPDATES = {
+    "SGD with momentum, foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
     "AdamW, foreach": functools.partial(torch.optim.AdamW, foreach=True),
     "AdamW, fused": functools.partial(torch.optim.AdamW, fused=True),
 }

@@ -83,7 +83,7 @@ NVLINK = 360e9  # bytes a second and direction, what NCCL reaches of 450e9: NVID
 NETWORK = 48e9  # bytes a second for each GPU's adapter of 400 Gbit/s: NVIDIA/nccl-tests #267
 WITHIN, ACROSS = 25e-6, 50e-6  # seconds of a collective without content; half an all-reduce of 4 MiB, and a guess
 LAUNCH = 10e-6  # seconds of the host for an operation of torch with its gradient's bookkeeping; a guess
-WAIT = 0.5e-3  # seconds that a device idles while the host reads the norm and launches the update; a guess
+WAIT = 0.25e-3  # seconds from the norm until the host has read it and met the other workers: naps, barriers; a guess
 BUCKET = 25 << 20  # bytes
 FOLD_LAUNCHES = 12  # operations of a bucket
 
@@ -102,12 +102,15 @@ class Network(NamedTuple):
         That torch launches for these.
     passes : int
         How often the update reads or writes memory of the size of the weights.
+    host : float
+        Seconds of the host between the norm and the end of the update, in which a device idles: host_work.py.
     """
 
     parts: list[tuple[int, int, float]]
     seconds: float
     operations: int
     passes: int
+    host: float
 
     @property
     def bytes(self) -> int:
@@ -126,9 +129,9 @@ RESNET = [  # shares are those of the multiplications: 4.09e9 for an image
 BLOCK = [(768 * 3072, 1, 0.019), (768 * 3072, 1, 0.019), (768 * 768, 1, 0.005), (768 * 2304 + 9984, 1, 0.0143)]
 GPT2 = [(1_536, 2, 0.312), *BLOCK * 12, (1024 * 768, 1, 0), (50257 * 768, 1, 0)]  # the head's weight is the embedding
 NETWORKS = {
-    "ResNet-50, 64 images": Network(RESNET, 64 / 5200, 521, 5),  # twice an A100's 2,600 a second: timm #1491
-    "ResNet-50, 256 images": Network(RESNET, 256 / 5200, 521, 5),
-    "GPT-2 124M, 16k tokens": Network(GPT2, 16384 / (1e10 / 2700 / 8), 636, 7),  # 10e9 in 45 minutes on 8: llm.c
+    "ResNet-50, 64 images": Network(RESNET, 64 / 5200, 521, 5, 0.72e-3),  # twice an A100's 2,600 a second: timm #1491
+    "ResNet-50, 256 images": Network(RESNET, 256 / 5200, 521, 5, 0.72e-3),
+    "GPT-2 124M, 16k tokens": Network(GPT2, 16384 / (1e10 / 2700 / 8), 636, 7, 0.47e-3),  # 10e9 in 45 minutes on 8: llm.c
 }
 
 
@@ -190,7 +193,7 @@ def step(network: Network, devices: int, nodes: int = 1, *, folded: bool = False
     launching, computing = network.operations * LAUNCH, network.seconds
     alone = max(launching, computing) + update
     if devices == 1:
-        return Step(alone, 0, 0, alone + WAIT)
+        return Step(alone, 0, 0, alone + WAIT + network.host)
     filled = buckets(network)
     launching += (sum(tensors for _, tensors, _ in network.parts) + FOLD_LAUNCHES * len(filled)) * LAUNCH
     computing += 2 * network.bytes / MEMORY  # gradients are copied into buckets
@@ -200,7 +203,7 @@ def step(network: Network, devices: int, nodes: int = 1, *, folded: bool = False
         took = 2 * collective(size, devices, nodes, folded=folded) + 3 * sent(size, devices)[0] / MEMORY
         free, exchange = max(free, passes / 3 + passes * 2 / 3 * share) + took, exchange + took
     divided = 2 * network.bytes / MEMORY
-    return Step(alone, exchange, free - passes, free + divided + update + WAIT)
+    return Step(alone, exchange, free - passes, free + divided + update + WAIT + network.host)
 
 
 def device_table() -> str:

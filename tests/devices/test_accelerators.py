@@ -863,7 +863,7 @@ def a_room_each(patch):
 
 @pytest.mark.parametrize(("fault", "least", "most"), [(a_layer_each, 6, 6.6), (a_room_each, 7, 7.6)])
 def test_memory_of_what_is_on_the_way(fake, tmp_path, fault, least, most):
-    """Beside weights, two states, a gradient and the update's own there is what is sent, and two rooms for what comes."""
+    """Beside weights, two states, a gradient and the update's own: what is sent, and two rooms for what comes."""
     size = sum(parameter.nbytes for parameter in deep(192).parameters())
     x = torch.randn(32, 192, generator=torch.Generator().manual_seed(0))
     recipe = phalanx.Recipe(
