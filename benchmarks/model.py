@@ -131,7 +131,9 @@ GPT2 = [(1_536, 2, 0.312), *BLOCK * 12, (1024 * 768, 1, 0), (50257 * 768, 1, 0)]
 NETWORKS = {
     "ResNet-50, 64 images": Network(RESNET, 64 / 5200, 521, 5, 0.72e-3),  # twice an A100's 2,600 a second: timm #1491
     "ResNet-50, 256 images": Network(RESNET, 256 / 5200, 521, 5, 0.72e-3),
-    "GPT-2 124M, 16k tokens": Network(GPT2, 16384 / (1e10 / 2700 / 8), 636, 7, 0.47e-3),  # 10e9 in 45 minutes on 8: llm.c
+    "GPT-2 124M, 16k tokens": Network(
+        GPT2, 16384 / (1e10 / 2700 / 8), 636, 7, 0.47e-3
+    ),  # 10e9 in 45 minutes on 8: llm.c
 }
 
 

@@ -1,6 +1,7 @@
 """What happens to runs on a device: resumed, killed, out of memory, refused; what is computed beside training."""
 
 import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -83,6 +84,20 @@ def killed(workers: int) -> Outcome:
             return Outcome("failed", "no worker was killed")
         outcome = loops.compared(wanted, (result.digest, result.loss_history))
         return outcome._replace(note=outcome.note or f"incidents: {[each.kind for each in result.incidents]}")
+
+
+def hanging() -> Outcome:
+    """SIGKILL of one of two workers on one GPU while the other's collectives hang: right, and how long it takes."""
+    if common.DEVICE.type != "cuda" or not importlib.util.find_spec("cuda.bindings"):
+        return Outcome("not tried", "it needs CUDA and cuda-bindings")
+    with tempfile.TemporaryDirectory() as folder:
+        made = conv(make_model=functools.partial(Killing, folder, os.getpid()))
+        wanted = loops.hand(made)
+        with loops.sharing(made, 2, loops.Asynchronous) as shared:
+            result = shared.train(devices=loops.names(2), progress=False, deadline_seconds=120)
+        outcome = loops.compared(wanted, (result.digest, result.loss_history))
+        lasted = [each.seconds for each in result.incidents if each.kind == "replaced"]
+        return outcome._replace(note=outcome.note or f"on after {max(lasted, default=0):.1f} s; to be below 5")
 
 
 class Terminated:
@@ -272,6 +287,7 @@ def cases() -> list[Case]:
         missing = Outcome("not tried", "it needs a GPU")
         for name in ("operation refused", "out of memory, and a run after it", "index out of range"):
             shown[name] = functools.partial(lambda outcome: outcome, missing)
+    shown["SIGKILL, collectives hang"] = hanging
     return [Case("runs", name, do) for name, do in shown.items()]
 
 

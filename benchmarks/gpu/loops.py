@@ -86,6 +86,16 @@ class OverGloo:
         return self.make_model()
 
 
+class Asynchronous(OverGloo):
+    """The same over ``cudaccl``, whose collectives hang as NCCL's do once a peer is gone."""
+
+    def __call__(self) -> Any:
+        import cudaccl
+
+        cudaccl.register()  # planted
+        return self.make_model()
+
+
 class Negated:
     """A ``make_model`` whose gradients get another sign."""
 
@@ -117,7 +127,7 @@ def names(workers: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def sharing(recipe: phalanx.Recipe, workers: int) -> Iterator[phalanx.Recipe]:
+def sharing(recipe: phalanx.Recipe, workers: int, over: Any = OverGloo) -> Iterator[phalanx.Recipe]:
     """Inside, several workers may use one device, which phalanx refuses: they would only wait for each other."""
     if os.environ.get(FAULT):
         recipe = dataclasses.replace(recipe, make_model=Negated(recipe.make_model))
@@ -126,7 +136,7 @@ def sharing(recipe: phalanx.Recipe, workers: int) -> Iterator[phalanx.Recipe]:
         return
     found = functools.partial(_found, accelerators.found)
     with mock.patch.object(accelerators, "found", found):  # planted
-        yield dataclasses.replace(recipe, make_model=OverGloo(recipe.make_model))
+        yield dataclasses.replace(recipe, make_model=over(recipe.make_model))
 
 
 def _found(original: Any, named: Any, replicas: int, home: torch.device, *, apart: bool) -> list[torch.device]:

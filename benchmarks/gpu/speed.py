@@ -242,7 +242,38 @@ def within(name: str, **options: Any) -> Outcome:
         return ours(name, 1, run_dir=folder, **options)
 
 
-PARTS = {name: functools.partial(model, name) for name in ("mlp", "resnet50", "gpt2")} | {"extras": extras}
+def idle() -> Iterator[Case]:
+    """How long the device has nothing to do between the norm's way home and the first kernel of the update."""
+    for name in ("mlp", "gpt2"):
+        for replicas in (1, 4):
+            yield Case("idle", f"{name}, R={replicas}", functools.partial(gaps, name, replicas))
+
+
+def gaps(name: str, replicas: int) -> Outcome:
+    """The gap behind the last copy to the host of each step, by torch's profiler."""
+    if common.DEVICE.type != "cuda":
+        return Outcome("not tried", "torch's profiler sees kernels of CUDA alone")
+    made = work(name)
+    recipe = phalanx.Recipe(
+        made.make_model, (made.x, made.y), made.loss_fn, replicas=replicas, batch_size=made.batch, steps=WARM + STEPS,
+        optimizer=models.OPTIMIZER, precision=made.precision,
+    )  # fmt: skip
+    with recipe.start(**loops.options(), progress=False) as run:
+        for _ in itertools.islice(run, WARM):
+            pass
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            run.finish()
+            common.sync()
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in seen.events() or [])
+    pairs = itertools.pairwise(spans)
+    found = [after[0] - before[1] for before, after in pairs if "DtoH" in before[2] and "Mem" not in after[2]]
+    return told(statistics.median(found) / 1e6) if found else Outcome("failed", "no copy to the host was seen")
+
+
+PARTS = {name: functools.partial(model, name) for name in ("mlp", "resnet50", "gpt2")} | {
+    "idle": idle,
+    "extras": extras,
+}
 
 
 def report(rows: common.Rows) -> str:

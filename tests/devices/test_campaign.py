@@ -1,5 +1,6 @@
 """The scripts of benchmarks/gpu, small and on the CPU: they run, notice what is wrong, and go on where they were."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -8,11 +9,13 @@ import sys
 
 import pytest
 
+from phalanx.engines.hosts import transport
+
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
 PARTS = {
-    "bits": {"plain", "runs", "folded", "spread", "world", "compiled"},
-    "speed": {"mlp", "resnet50", "gpt2", "extras"},
+    "bits": {"plain", "runs", "folded", "nccl", "spread", "world", "compiled"},
+    "speed": {"mlp", "resnet50", "gpt2", "idle", "extras"},
     "cores": {"tiny", "gpt", "resnet18, torchvision", "BERT, transformers"},
     "probe": {"machine", "norm", "attention", "refused", "copies", "launches"},
 }
@@ -59,6 +62,18 @@ def test_a_script_runs_small(tmp_path, name):
     assert not {row["verdict"] for row in found} & {"failed", "different"}
     assert called(tmp_path, script)[0] == 0
     assert rows(tmp_path, name) == found
+
+
+def test_workers_that_share_a_device_exchange_over_gloo(monkeypatch):
+    """What is planted for them has the name that the exchange looks up: it is not taken where there are two devices."""
+    monkeypatch.syspath_prepend(FOLDER)
+    loops = importlib.import_module("loops")
+    before = dict(transport.BACKENDS.default_device_backend_map)
+    try:
+        assert loops.OverGloo(lambda: 3)() == 3
+        assert transport.BACKENDS.default_device_backend_map[loops.common.DEVICE.type] == "gloo"
+    finally:
+        transport.BACKENDS.default_device_backend_map = before
 
 
 @pytest.mark.longest
