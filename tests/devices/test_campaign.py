@@ -11,7 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
 PARTS = {
-    "bits": {"plain", "runs", "folded", "spread", "world", "compiled"},
+    "bits": {"plain", "runs", "folded", "nccl", "spread", "world", "compiled"},
     "speed": {"mlp", "resnet50", "gpt2", "extras"},
     "cores": {"tiny", "gpt", "resnet18, torchvision", "BERT, transformers"},
     "probe": {"machine", "norm", "attention", "refused", "copies", "launches"},
