@@ -4,7 +4,7 @@ What is sent waits for the stream that made it; what has come must be waited for
 host. Bytes travel by Gloo. A wait that is missing is a race, which the accelerator finds.
 
 They fail as NCCL does. Once a peer is gone, a collective neither ends nor says so: its stream hangs, and all that waits
-for it, until ``abort``. Who aborts one of several that hang waits for the others, unless all are aborted in one group.
+for it, until ``abort``. Who aborts one of several that hang waits until the others are being aborted, too.
 The first collective meets the others, and waits for ever for a peer that never comes, in the thread of whoever calls.
 The host waits here where NCCL's would run ahead: while all peers live.
 """
@@ -12,7 +12,6 @@ The host waits here where NCCL's would run ahead: while all peers live.
 import contextlib
 import datetime
 import os
-import threading
 import time
 
 import torch
@@ -20,7 +19,7 @@ from torch import distributed as dist
 
 COUNTS = {"all_to_all": 0, "all_gather": 0, "all_reduce": 0, "bytes": 0, "hangs": 0, "aborted": 0}
 PEERS = set()  # processes that this one has met
-GROUPED = threading.local()  # what is aborted when this thread's group ends
+ABORTING = set()  # what hangs and somebody is about to end
 NAP_SECONDS = 0.0001
 
 
@@ -68,24 +67,15 @@ class Collectives:
         COUNTS["all_reduce"] += 1
         return self._moved(*tensors * 2, lambda there, here: self.gloo.allreduce([there.copy_(here)]))
 
-    def _group_start(self):
-        GROUPED.members = []
-
-    def _group_end(self):
-        members, GROUPED.members = GROUPED.members, None
-        torch.fake.end_hangs(set().union(*(member.hung for member in members)))
-
     def abort(self):
-        """End what hangs: at once in a group, else when nothing else hangs on any stream."""
+        """End what hangs, once all else that hangs is being aborted, too."""
         COUNTS["aborted"] += 1
         self.aborted = True
         if not self.hung:
             self.gloo = None  # for all to see
         PEERS.difference_update(self.peers)
-        if getattr(GROUPED, "members", None) is not None:
-            GROUPED.members.append(self)
-            return
-        while torch.fake.hanging() - self.hung:
+        ABORTING.update(self.hung)
+        while torch.fake.hanging() - ABORTING:
             time.sleep(NAP_SECONDS)
         torch.fake.end_hangs(self.hung)
 

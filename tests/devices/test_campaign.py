@@ -1,6 +1,5 @@
 """The scripts of benchmarks/gpu, small and on the CPU: they run, notice what is wrong, and go on where they were."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -9,7 +8,6 @@ import sys
 
 import pytest
 
-from phalanx.engines.hosts import transport
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -64,16 +62,16 @@ def test_a_script_runs_small(tmp_path, name):
     assert rows(tmp_path, name) == found
 
 
-def test_workers_that_share_a_device_exchange_over_gloo(monkeypatch):
-    """What is planted for them has the name that the exchange looks up: it is not taken where there are two devices."""
-    monkeypatch.syspath_prepend(FOLDER)
-    loops = importlib.import_module("loops")
-    before = dict(transport.BACKENDS.default_device_backend_map)
-    try:
-        assert loops.OverGloo(lambda: 3)() == 3
-        assert transport.BACKENDS.default_device_backend_map[loops.common.DEVICE.type] == "gloo"
-    finally:
-        transport.BACKENDS.default_device_backend_map = before
+def test_workers_that_share_a_device_exchange_over_gloo(tmp_path):
+    """What is planted for them has the name that the exchange looks up: it is taken only on a machine with one GPU."""
+    script = tmp_path / "planted.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport loops\nfrom phalanx.engines.hosts import transport\n"
+        "transport.BACKENDS.default_device_backend_map[loops.common.DEVICE.type] = 'nccl'\n"
+        "assert loops.OverGloo(lambda: 3)() == 3\n"
+        "print(transport.BACKENDS.default_device_backend_map[loops.common.DEVICE.type])"
+    )
+    assert called(tmp_path, script, CAMPAIGN_DEVICE="cuda:0") == (0, "gloo\n")
 
 
 @pytest.mark.longest

@@ -114,9 +114,7 @@ def test_a_thawed_weight_that_is_not_moved_is_seen(monkeypatch, wanted, fault):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("place", "worker", "step"), cover("deaths of thawing", PLACES, itertools.product((0, 2), (3, 4)))
-)
+@pytest.mark.parametrize(("place", "worker", "step"), cover("deaths of thawing", PLACES, [(0, 3), (2, 4)]))
 def test_a_death_around_the_step_that_thaws(tmp_path, wanted, worker, place, step):
     """Also in the middle of that update, which is done again from a snapshot in which the weight was frozen."""
     if place == "half saved":

@@ -377,7 +377,7 @@ def test_readers_that_have_read_everything(monkeypatch):
     pack = tending.pack_recipe
     monkeypatch.setattr(tending, "pack_recipe", lambda *facts: pack(*facts[:-1], {"placement": None}))
     readers = ahead_here(*given)
-    readers._thread.join(60)  # planted
+    readers._thread.join()  # planted
     assert isinstance(readers.error, AttributeError)
     with pytest.warns(UserWarning, match="nothing was read ahead in the end"):
         readers.close()

@@ -14,7 +14,7 @@ from tests.sampling import generator
 from tests.state import fuzz
 from tests.state.runs import NEWER
 
-EACH, PARTS = 5, 30  # mutations in a part; parts of each kind of file
+EACH, PARTS = 5, 15  # mutations in a part; parts of each kind of file. benchmarks/fuzz.py makes 10,000 of each kind
 MOST = 100 << 20  # bytes
 
 

@@ -12,6 +12,7 @@ from phalanx.checkpoint import snapshot, tensors
 from phalanx.cli import pages
 from phalanx.definition.digest import leaf_hash
 from phalanx.seams.records import Captured
+from tests.state.fuzz import mutated
 from tests.state.runs import NEWER, contents, folder_of, norm_recipe, reheaded, sealed
 
 NAME = "0.weight"  # float32[8, 3, 3, 3]: 216 elements
@@ -177,6 +178,24 @@ def test_a_description_that_is_none(tmp_path, good, part):
         sealed(folder, lambda state: state["recipe"].update(hints=part, values=part))
     assert len(phalanx.load(run_dir).loss_history) == NEWER
     assert "run" in pages.page([pages.read(run_dir)])
+
+
+def strike(rng, folder):
+    """Forge something of a snapshot at random, with checksums that fit where there are any."""
+    name = rng.choice([snapshot.WEIGHTS, snapshot.TRAINING, snapshot.FACTS])
+    if name == snapshot.FACTS:
+        sealed(folder, lambda state: mutated(rng, state))
+        return
+    data = (folder / name).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    tensor = rng.choice([key for key in json.loads(data[8 : 8 + length]) if key != tensors.METADATA])
+
+    def change(entry):
+        for _ in range(rng.randint(1, 3)):
+            if entry:
+                mutated(rng, entry)
+
+    forged(folder, tensor, change, name)
 
 
 @pytest.mark.parametrize("cut", [0, 10, 24, 30])

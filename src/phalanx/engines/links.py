@@ -96,6 +96,7 @@ class LaneLink(LocalLink):
 
     def all_gather(self, parts: Sequence[Part]) -> list[Part]:
         by_replica = dict(zip(self.hosted, parts, strict=True))
+        self._buffers = {replica: self._buffers[replica] for replica in sorted(self._buffers)}
         return [by_replica[replica] for replica in sorted(by_replica)]
 
     def _total(self) -> Vector | None:
@@ -105,7 +106,3 @@ class LaneLink(LocalLink):
         for into, source in self._order(tuple(there)):
             there[into] = self._framework.arithmetic.add(there[into], there[source])
         return there[min(there)] if there else None
-
-    def commit(self, step: int, gradient: Vector | None) -> None:
-        self._buffers = {replica: self._buffers[replica] for replica in sorted(self._buffers)}
-        super().commit(step, gradient)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LONGEST_NAP_SECONDS, LOOPBACK, Gloo, in_thread, poll
+from phalanx.engines.hosts.gloo import LONGEST_NAP_SECONDS, LOOPBACK, Gloo, answer, in_thread, poll
 from phalanx.errors import RunError, SeveredError, UsageError
 
 BACKENDS: Any = dist.Backend
@@ -81,20 +81,26 @@ class Transport:
         self.beside = None if self._on_host else torch.Stream(device, priority=-1)
         self._group: Any = None
         self.levels: list[Transport] = []
+        self._whole = self  # of whose levels this is one
         try:  # in a thread, as whoever waits for a worker that died meanwhile waits for ever
             in_thread(lambda: self._meet(name, store, seconds, interface), check)
-            self.levels = [self] if hosts == 1 else self._cut(store, rank, size // hosts, hosts, seconds, interface)
+            if hosts == 1:
+                self.levels.append(self)
+            else:
+                self._cut(store, rank, size // hosts, hosts, seconds, interface)
         except (SeveredError, RuntimeError) as error:
             self._lost(error)
         except BaseException:
             self.close()
             raise
 
-    def _cut(self, store: Any, rank: int, each: int, hosts: int, seconds: float, interface: str) -> list[Transport]:
+    def _cut(self, store: Any, rank: int, each: int, hosts: int, seconds: float, interface: str) -> None:
         host, position = divmod(rank, each)
         facts = self._device, seconds, interface, self._check
-        within = Transport(PrefixStore(f"host {host}", store), position, each, *facts)
-        return [within, Transport(PrefixStore(f"position {position}", store), host, hosts, *facts)]
+        for name, at, count in (f"host {host}", position, each), (f"position {position}", host, hosts):
+            level = Transport(PrefixStore(name, store), at, count, *facts)
+            level._whole = self
+            self.levels.append(level)
 
     def _meet(self, name: str, store: Any, seconds: float, interface: str) -> None:
         """Make the group, compare the devices, and see that bytes arrive."""
@@ -162,12 +168,12 @@ class Transport:
 
     @property
     def waiter(self) -> Callable[[Callable[[], bool]], None] | None:
-        """Waits for something of the device, and for the others meanwhile; None: nothing that is begun lasts there."""
+        """Waits for something of the device, and looks whether the others live; None: works were waited for before."""
         return None if self._on_host else functools.partial(poll, check=self._check, longest=DEVICE_NAP_SECONDS)
 
     def close(self) -> None:
-        """Leave the others; what was begun is given up."""
-        whole = {id(link): link for link in [self, *self.levels]}.values()
+        """Leave the others, at all levels; what was begun is given up."""
+        whole = {id(link): link for link in [self._whole, *self._whole.levels, self]}.values()
         groups = [link._group for link in whole if link._group is not None]
         for link in whole:
             link._group = None
@@ -225,28 +231,20 @@ def reached(rendezvous: Rendezvous, device: str, generation: int, check: Callabl
 def _abort(groups: Sequence[Any], device: torch.device) -> None:
     """End what these groups began, though a worker is gone, and wait for the device.
 
-    A kernel of NCCL that waits for a lost peer never ends. To abort one group may wait for kernels of another, so that
-    they are aborted in one group of calls, as torch does it itself (pytorch#119797). What was enqueued behind them is
-    computed then, of garbage, in memory that is used again: whoever goes on at once would race with it. None of this
-    may take for ever, so that a thread does it. On a device that is lost it raises.
+    A kernel of NCCL that waits for a lost peer never ends. To abort one group may wait for kernels of another
+    (pytorch#119797), so that all are aborted at once, each in a thread. torch opens a group of NCCL's calls around its
+    aborts. But they run in threads of torch's own, and NCCL counts open groups by thread. What was enqueued behind the
+    kernels is computed then, of garbage, in memory that is used again: whoever goes on at once would race with it. None
+    of this may take for ever, as it would on a device that is lost.
     """
-
-    def end() -> None:
-        together = next((group for group in groups if hasattr(group, "_group_start")), None)
-        with contextlib.suppress(RuntimeError):
-            if together is not None:
-                together._group_start()
-            for group in groups:
-                if hasattr(group, "abort"):
-                    group.abort()
-            if together is not None:
-                together._group_end()
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-
-    thread = threading.Thread(target=end, daemon=True)
-    thread.start()
-    thread.join(ABORT_SECONDS)
+    end = time.monotonic() + ABORT_SECONDS
+    works = [group.abort for group in groups if hasattr(group, "abort")]
+    for together in works, [functools.partial(torch.accelerator.synchronize, device)] * (device.type != "cpu"):
+        threads = [threading.Thread(target=answer, args=(Future(), work), daemon=True) for work in together]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def _created(name: str, store: Any, rank: int, size: int) -> Any:

@@ -38,6 +38,7 @@ POLL_MILLISECONDS = 50
 QUIET_POLLS = 60
 FAREWELL_SECONDS = 1.0
 PATIENCE_SECONDS = 1.0  # that workers have to leave user code after Ctrl-C
+LEAVING_SECONDS = 10.0  # more, if they have accelerators: they wait for them, and for what others do not send any more
 LONG = 1 << 62
 LARGE = 1 << 26  # bytes of what is frozen, from which on workers copy it one after another
 CHUNK_BYTES = 1 << 16
@@ -315,10 +316,10 @@ class WorkerPool:
     def halt(self, *, replaceable: bool) -> None:
         """Have all workers stop where they hold nothing: between two replicas, chunks of an evaluation, or steps.
 
-        Those that stay in user code for a second are ended, and count as dead. If they cannot be replaced, the state
+        Those that stay in user code for a second (``patience``) are ended, and count as dead. If they cannot be replaced, the state
         would be lost with them, so they are waited for. Two more Ctrl-C end that wait.
         """
-        end = time.monotonic() + (PATIENCE_SECONDS if replaceable else math.inf)
+        end = time.monotonic() + (self.patience if replaceable else math.inf)
         self.counters.pause = LEAVE
 
         def idle() -> bool:

@@ -111,7 +111,8 @@ class Torch:
             self._lane.buffers.expect()
         else:
             moment = self._rounds.at(step)
-            self._lane.buffers.settle(buffers, moment.step // self._rounds.every[moment.phase])
+            count = moment.step // self._rounds.every[moment.phase]
+            self._lane.buffers.settle(buffers, count, later=not self._updates.custom)  # hooks look at the model's
         self._updates.apply(step, gradient)
         if buffers is not None and self._updates.custom:
             self.written = self._lane.buffers.keep()

@@ -20,6 +20,7 @@ from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed, opened
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean
 from phalanx.frameworks.torch.replica.lane import Lane
+from phalanx.seams import Arithmetic
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
 
 ALIGNED = 16  # bytes
@@ -53,7 +54,8 @@ class TorchDevice(Torch):
     """
 
     def __init__(self, definition: Definition, model: torch.nn.Module, device: torch.device, *, allow: bool) -> None:
-        self.arithmetic = self._arithmetic = DeviceArithmetic()
+        self._arithmetic = DeviceArithmetic()
+        self.arithmetic: Arithmetic = self._arithmetic
         self._device, self._of_workers = device, ()
         kernels = accelerators.Deterministic(device, allow=allow)
         with self._surrounded(definition, kernels), accelerators.watched([device]):

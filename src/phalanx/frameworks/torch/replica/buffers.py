@@ -157,10 +157,11 @@ class Buffers:
                 row.put(buffers, row.flat(buffers))
         return buffers
 
-    def settle(self, replicas: Sequence[tuple[int, Left]], count: int = -1) -> None:
+    def settle(self, replicas: Sequence[tuple[int, Left]], count: int = -1, *, later: bool = False) -> None:
         """Write the settled buffers of one step, given (samples, buffers) of each replica that ran, in order.
 
-        ``count``: how often this phase was done before.
+        ``count``: how often this phase was done before. ``later``: on a device, the model's own follow before the next
+        forward pass, as nobody looks at them before.
         """
         if not self._places:
             return
@@ -170,7 +171,9 @@ class Buffers:
         if self._remote:
             settled, self._prepared = self._prepared or self._settled(replicas), None
             copy_all(zip(self.starts, settled, strict=True))
-            self._dirty = True  # the model's own follow before the next forward pass, while the update is computed
+            self._dirty = True
+            if not later:
+                self.restore()
             return
         weights = share_weights([samples for samples, _ in replicas])
         for start, column, mean in zip(self.starts, columns, self._means, strict=True):
@@ -188,8 +191,8 @@ class Buffers:
         """The settled buffers on a device, in memory of their own."""
         settled, weights = self.starts, share_weights([samples for samples, _ in replicas])
         home = [value.device for value in settled]
+        lefts = [[value.to(at) for value, at in zip(left, home, strict=True)] for _, left in replicas]
         for row in self._rows:
-            lefts = [[value.to(at) for value, at in zip(left, home, strict=True)] for _, left in replicas]
             row.put(settled, row.settled([row.flat(left) for left in lefts], weights))
         return settled
 
