@@ -31,8 +31,10 @@ from phalanx.frameworks.torch.replica import feed
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.plan.fold import place, remaining
 from tests import accelerator
-from tests.devices.planting import Planted
+from tests.devices.planting import Planted, in_worker, mark_caller
 from tests.engines.deaths import Trapped, once, sprung
+from tests.exactness.test_written_by_optimizers import KEPT
+from tests.exactness.test_written_by_optimizers import recipe as written
 from tests.families import ADAMW, DATA, FAMILIES, OPTIMIZERS, SCHEDULERS, terms
 from tests.sampling import sample
 
@@ -874,6 +876,41 @@ def test_memory_of_what_is_on_the_way(fake, tmp_path, fault, least, most):
     assert trained(dataclasses.replace(recipe, make_model=planted, loss_fn=Noting(tmp_path, peak)), 4) == wanted
     peaks = max(int(line) for lines in notes(tmp_path).values() for line in lines[3:]) / size
     assert least < peaks < most, peaks
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("count", [1, 2])
+def test_hooks_see_buffers_as_on_the_cpu(fake, make, count):
+    """What an optimizer or its hook writes into buffers, it writes over those that were settled in this step."""
+    wanted = written(4, make).train(engine="inline", progress=False)
+    found = written(4, make).train(devices=named(count), progress=False)
+    assert found.digest == wanted.digest
+    assert [value.tolist() for value in found.model.buffers()] == [value.tolist() for value in wanted.model.buffers()]
+
+
+def test_slow_kernels_are_no_user_code(fake):
+    """Workers that are told to stop wait for their devices first; none of them is ended for that."""
+    slow = Slow(functools.partial(deep, 24, 2))
+    with deep_recipe(4, make_model=slow, data=(torch.randn(48, 24), torch.arange(48) % 3), steps=30).start(
+        devices=named(2)
+    ) as run:
+        for _ in range(3):
+            next(run)
+            run.evaluate(F.cross_entropy, (torch.randn(4, 24), torch.arange(4) % 3))
+        assert [each.kind for each in run.result().incidents] == []
+
+
+class Slow:
+    """Products take a tenth of a second in workers."""
+
+    def __init__(self, make_model):
+        self.make_model = make_model
+        mark_caller()
+
+    def __call__(self):
+        if in_worker():
+            torch.fake.set_kernel_seconds(0.1, "aten::addmm")
+        return self.make_model()
 
 
 def test_deaths(fake, tmp_path):

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
 PARTS = {

@@ -16,7 +16,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.engines.gradients import named
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
-from phalanx.engines.processes.pool import LONG, WorkerPool
+from phalanx.engines.processes.pool import LEAVING_SECONDS, LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack_recipe
 from phalanx.engines.readers import Readers
 from phalanx.engines.recovery.failures import Deadline, FailureLog
@@ -118,6 +118,8 @@ class Processes:
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
         self._pool.alarm = self._alarm
+        if any(not device.startswith("cpu") for device in self._framework.sharing.devices):
+            self._pool.patience += LEAVING_SECONDS
         self.supervisor = Supervisor(
             placement, self._pool, self._mirror, self.run_state, memories.mailbox, memories.orders, self._failures
         )

@@ -253,6 +253,8 @@ class WorkerPool:
         Whether Ctrl-C ended a wait, and the workers were asked to stop; they may not have stopped yet.
     alarm : callable
         Returns why nothing is worth waiting for any more, as another host is lost; "" if nothing is wrong.
+    patience : float
+        Seconds that workers have to leave what they do.
     """
 
     def __init__(
@@ -265,6 +267,7 @@ class WorkerPool:
         self.messages: list[WorkerMessage] = []
         self.interrupted = False
         self.alarm: Callable[[], str] = str
+        self.patience = PATIENCE_SECONDS
         self._memories = memories
         self.counters = counters
         self._deadline = deadline
@@ -316,8 +319,8 @@ class WorkerPool:
     def halt(self, *, replaceable: bool) -> None:
         """Have all workers stop where they hold nothing: between two replicas, chunks of an evaluation, or steps.
 
-        Those that stay in user code for a second (``patience``) are ended, and count as dead. If they cannot be replaced, the state
-        would be lost with them, so they are waited for. Two more Ctrl-C end that wait.
+        Those that stay in user code for a second (``patience``) are ended, and count as dead. If they cannot be
+        replaced, the state would be lost with them, so they are waited for. Two more Ctrl-C end that wait.
         """
         end = time.monotonic() + (self.patience if replaceable else math.inf)
         self.counters.pause = LEAVE
