@@ -336,10 +336,10 @@ def test_losses_are_read_once(fake):
     assert counts["fake:0>cpu"][1] <= 8 * (8 + 1)
 
 
-def put_back(buffers, replicas, count=-1):
+def put_back(buffers, replicas, count=-1, **more):
     """Buffers are settled once the norm is there."""
     buffers._prepared = None
-    return SETTLE(buffers, replicas, count)
+    return SETTLE(buffers, replicas, count, **more)
 
 
 SETTLE = Buffers.settle
