@@ -106,9 +106,7 @@ def test_a_death_at_every_point(fake, tmp_path, wanted, place, count, worker):
     """The others are on at once, to the same bits; nobody else dies, and no thread is left behind in them."""
     (tmp_path / "traps").mkdir()
     (tmp_path / "notes").mkdir()
-    made = trapped(
-        recipe(loss_fn=Noting(tmp_path / "notes", threading.active_count)), tmp_path / "traps", worker, place
-    )
+    made = trapped(recipe(loss_fn=Noting(tmp_path / "notes", threads_and_hangs)), tmp_path / "traps", worker, place)
     found, incidents = trained(made, count)
     assert found == wanted
     assert (sprung(tmp_path / "traps"), incidents) == (1, ["death", "replaced"])

@@ -139,8 +139,9 @@ class RankLink(ArenaLink):
 
     def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
         begun = self._framework.norm(gradient, self._losses, self._left())
+        waiter = None if self._transport is None else self._transport.waiter
         with self._exchange.watched():
-            norm, *losses = begun(None if self._transport is None else self._transport.waiter)
+            norm, *losses = begun() if waiter is None else begun(waiter)
         self._compare(norm)
         return norm, with_losses(_named_alike(parts, parts[0]), losses)
 
