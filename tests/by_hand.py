@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import default_collate
 
@@ -242,12 +242,37 @@ def evaluate(recipe, model, batch):
 
 def update(recipe, model, optimizers, schedulers, loss):
     """Clip the gradients in ``.grad``, step the optimizers with them, step the schedulers."""
+    parameters = list(model.parameters())
     if math.isfinite(recipe.max_norm):
-        clip_grad_norm_(model.parameters(), recipe.max_norm)
+        folded_there = recipe.replicas > 1 and parameters[0].device.type != "cpu"
+        (clip_by_pieces if folded_there else clip_grad_norm_)(parameters, recipe.max_norm)
     for optimizer in optimizers:
         optimizer.step()
     for scheduler in schedulers:
         scheduler.step(*[loss] * isinstance(scheduler, ReduceLROnPlateau))
+
+
+def clip_by_pieces(parameters, max_norm):
+    """As ``clip_grad_norm_``, with the norm that accelerators have for R > 1."""
+    clip_grads_with_norm_(parameters, max_norm, norm_by_pieces(parameters))
+
+
+def norm_by_pieces(parameters, length=1 << 16):
+    """Of each piece of a gradient, as it lies in memory, the norm that torch has of it alone; of these, in float64."""
+    pieces = {}
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.numel():
+            lying = torch.empty_like(parameter).detach().copy_(parameter.grad).as_strided((parameter.numel(),), (1,))
+            flat = torch.view_as_real(lying).view(-1) if lying.is_complex() else lying
+            starts = range(0, len(flat), length)
+            pieces.setdefault(flat.dtype, []).extend(flat[start : start + length].clone() for start in starts)
+    ordered = [piece for of_dtype in pieces.values() for piece in of_dtype]
+    wide = torch.float64 if torch.float64 in pieces else torch.float32
+    norms = [
+        torch._foreach_norm([piece], 2, torch.float64 if piece.dtype == torch.float64 else torch.float32)[0].double()
+        for piece in ordered
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms)).to(wide) if norms else torch.zeros(())
 
 
 def copies(tensors):

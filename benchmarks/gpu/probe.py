@@ -3,9 +3,9 @@
     python benchmarks/gpu/probe.py
     CAMPAIGN_DEVICE=cpu python benchmarks/gpu/probe.py
 
-machine: versions. norm: whether the norm's bits follow the address. attention: whether it repeats. refused: operations
-in deterministic mode, forward and backward. copies: bandwidth to and from the host. launches: what a step asks of the
-device.
+machine: versions. norm: whether the norm's bits follow the address, and the cut. attention: whether it repeats.
+refused: operations in deterministic mode, forward and backward. copies: bandwidth to and from the host. launches: what
+a step asks of the device.
 """
 
 import collections
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import common
+import loops
 import recipes
 import torch
 from common import DEVICE, Case, Outcome
@@ -26,6 +27,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.frameworks.torch.arithmetic import spec_of
+from phalanx.frameworks.torch.norm import PIECE, norm_of_pieces
 
 REPEATS = 3 if common.SMALL else 20
 WATCHED = "cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamSynchronize"
@@ -113,7 +116,32 @@ def norms(size: int) -> Outcome:
     return Outcome("equal bits" if torch.equal(*found) else "other bits", "", times)
 
 
+def sliced() -> Outcome:
+    """The norm of a gradient in one, in slices and piece by piece, which must be the same; microseconds beside torch's.
+
+    phalanx takes it for R > 1.
+    """
+    sizes = [70_000, 5] if common.SMALL else [38_597_376, 1_000_003, 262_144, 768, 5]
+    whole = [drawn(size, seed=size).detach() for size in sizes]
+    at = PIECE if common.SMALL else 37 * PIECE
+    slices = [part for entry in whole for part in (entry[:at], entry[at:]) if len(part)]
+    alone = [nn.Parameter(torch.zeros_like(entry)) for entry in whole]
+    for parameter, entry in zip(alone, whole, strict=True):
+        parameter.grad = entry
+
+    def taken(entries: list[torch.Tensor]) -> torch.Tensor:
+        return norm_of_pieces(entries, list(map(spec_of, entries)), DEVICE)
+
+    found = [taken(whole), taken(slices), loops.by_hand.norm_by_pieces(alone)]
+    times = {
+        "us": 1e6 * timed(lambda: taken(whole)),
+        "torch's, us": 1e6 * timed(lambda: nn.utils.get_total_norm(whole)),
+    }
+    return Outcome("same" if found[0] == found[1] == found[2] else "different", "", times)
+
+
 def norm() -> Iterator[Case]:
+    yield Case("norm", "in slices", sliced)
     for size in (64, 1000) if common.SMALL else (64, 1000, 4096, 50_000, 262_144, 1_000_000, 38_597_376):
         yield Case("norm", f"{size} elements", functools.partial(norms, size))
 

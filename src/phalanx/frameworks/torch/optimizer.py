@@ -26,11 +26,13 @@ from phalanx.definition.fields import SAMPLING, Definition, Phase, matches
 from phalanx.definition.plain import check_like, inexact, is_flag
 from phalanx.definition.reachable import values
 from phalanx.errors import UsageError, safe_str
-from phalanx.frameworks.torch.arithmetic import Gradient
+from phalanx.frameworks.torch.arithmetic import Gradient, spec_of
+from phalanx.frameworks.torch.norm import norm_of_pieces
 from phalanx.frameworks.torch.replica.buffers import LOOKED
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
 from phalanx.plan import update_key
 from phalanx.seams.records import Training
+from phalanx.shared.layout import Spec
 
 MODULE_HOOKS = tuple(name for name in vars(module) if name.startswith("_global_") and name.endswith("_hooks"))
 OLD_STYLE = "optimizer=lambda named: MyOptimizer([parameter for _, parameter in named])"
@@ -92,6 +94,10 @@ class Update:
         return math.nan if isinstance(rate, torch.Tensor) and rate.numel() != 1 else float(rate)
 
     @functools.cached_property
+    def _specs(self) -> list[Spec]:
+        return list(map(spec_of, self._parameters))
+
+    @functools.cached_property
     def norm_dtype(self) -> torch.dtype:
         """The dtype of the norm of a parameter's gradient; float64 where the whole norm is computed at once."""
         if self.whole:
@@ -130,12 +136,10 @@ class Update:
 
     def enqueue_norm(self, gradient: Gradient, device: torch.device) -> torch.Tensor:
         """The norm, on the ``device`` of the gradient; not waited for."""
-        present = [grad for grad in gradient if grad is not None]
-        if self._shared and len({grad.dtype for grad in present}) > 1:
-            # torch adds up groups of a dtype in an order that depends on the device's number.
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad).double() for grad in present]))
-        else:
-            norm = torch.nn.utils.get_total_norm(present).to(device)
+        if self._shared and device.type != "cpu":
+            norm = norm_of_pieces(gradient, self._specs, device)
+        else:  # as a plain loop does it, or workers on CPUs
+            norm = torch.nn.utils.get_total_norm([grad for grad in gradient if grad is not None]).to(device)
         self._norm = norm
         return norm
 
