@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.engines.links import LocalLink
-from phalanx.engines.processes.ranks import RankLink
+from phalanx.engines.alone import Folded
+from phalanx.engines.devices.exchanged import Exchanged
 from tests import accelerator
 
 REPLICAS, STEP = 8, 3
@@ -40,23 +40,23 @@ class Counted:
         self.make_model, self.file = make_model, file
 
     def __call__(self):
-        for link in (LocalLink, RankLink):
-            link.begin = counting(getattr(link.begin, "plain", link.begin), self.file)
+        for sums in (Folded, Exchanged):
+            sums.begin = counting(getattr(sums.begin, "plain", sums.begin), self.file)
         return self.make_model()
 
 
 def counting(begin, file):
-    """``begin`` of a link that also notes what was done since it was called for step ``STEP``."""
+    """``begin`` of sums that also notes what was done since it was called for step ``STEP``."""
 
-    def begun(link, number, shares):
+    def begun(sums, number, shares, **more):
         if number == STEP:
             torch.fake.trace(True)
-        elif number == STEP + 1 and getattr(link, "_worker", 0) == 0:
+        elif number == STEP + 1 and (not hasattr(sums, "_station") or sums._station.worker == 0):
             trace = torch.fake.take_trace()
             torch.fake.trace(False)
             names = collections.Counter("wait" if event[0] == "host" else event[2] for event in trace)
             pathlib.Path(file).write_text(json.dumps(names))
-        return begin(link, number, shares)
+        return begin(sums, number, shares, **more)
 
     begun.plain = begin
     return begun

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import default_collate
 
 import phalanx
-from phalanx.engines.hosts import transport
+from phalanx.engines.devices import transport
 from phalanx.frameworks.torch import accelerators
 from tests import by_hand
 

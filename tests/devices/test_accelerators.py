@@ -23,8 +23,8 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.definition import generators
 from phalanx.definition.data import open_data
-from phalanx.engines.hosts import ranks
-from phalanx.engines.hosts.transport import Transport
+from phalanx.engines.devices import exchange
+from phalanx.engines.devices.transport import Transport
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic
 from phalanx.frameworks.torch.replica import feed
@@ -188,7 +188,7 @@ def generator_of_the_first(patch):
 
 def in_order_of_arrival(patch):
     """Additions from the last to the first."""
-    patch.setattr(ranks, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
+    patch.setattr(exchange, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
 
 
 def not_waited_for(patch):
@@ -216,9 +216,9 @@ def gathered_and_not_waited_for(patch):
 
 def a_room_used_too_early(patch):
     """All buckets are folded in the same memory, which the first one's result is still sent from."""
-    scratch = ranks.scratch
-    patch.setattr(ranks, "BUCKET", 64)
-    patch.setattr(ranks, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
+    scratch = exchange.scratch
+    patch.setattr(exchange, "BUCKET", 64)
+    patch.setattr(exchange, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
 
 
 def pinned_memory_used_again(patch):
@@ -305,7 +305,7 @@ def test_bytes_between_devices(fake, tmp_path, replicas, count):
     Each parameter begins at a multiple of 512 bytes, and so does each slice.
     """
     sizes = [parameter.nbytes for parameter in deep().parameters()]
-    least, most = sum(sizes), sum(size + ranks.ALIGNED for size in sizes) + count * ranks.ALIGNED
+    least, most = sum(sizes), sum(size + exchange.ALIGNED for size in sizes) + count * exchange.ALIGNED
     sent = bytes_of_a_step(tmp_path, deep_recipe(replicas), count)
     for bytes_, block in zip(sent, place(replicas, count).blocks, strict=True):
         rounds = (len(remaining(replicas, block)) + 1) * (count - 1) / count
@@ -389,18 +389,18 @@ class Traced:
         return str([event[0] for event in trace].count("host"))
 
     def __call__(self, patch):
-        from phalanx.engines.processes.ranks import RankLink
+        from phalanx.engines.devices.exchanged import Exchanged
 
-        begin = RankLink.begin
+        begin = Exchanged.begin
 
-        def begun(link, step, shares):
-            if link._worker == 0 and step > 3:
+        def begun(sums, step, shares, **more):
+            if sums._station.worker == 0 and step > 3:
                 with open(self.file, "a") as file:
                     file.write(self.told(torch.fake.take_trace()) + "\n")
             torch.fake.trace(step >= 3)
-            return begin(link, step, shares)
+            return begin(sums, step, shares, **more)
 
-        patch.setattr(RankLink, "begin", begun)
+        patch.setattr(Exchanged, "begin", begun)
         if self.fault is not None:
             self.fault(patch)
 
@@ -460,15 +460,15 @@ class Early(Traced):
 
 def losses_read(patch):
     """Losses are read as soon as they are computed."""
-    from phalanx.engines.processes.ranks import RankLink
+    from phalanx.engines.devices.exchanged import Exchanged
 
-    all_gather = RankLink.all_gather
+    close = Exchanged.close
 
-    def reading(link, parts):
+    def reading(sums, parts):
         parts = [part._replace(loss=float(part.loss)) for part in parts]  # planted
-        return all_gather(link, parts)
+        return close(sums, parts)
 
-    patch.setattr(RankLink, "all_gather", reading)
+    patch.setattr(Exchanged, "close", reading)
 
 
 @pytest.mark.long
@@ -508,7 +508,7 @@ def with_names(output, target):
 
 def many_buckets(patch):
     """No fault."""
-    patch.setattr(ranks, "BUCKET", 4 * 48 * 48)
+    patch.setattr(exchange, "BUCKET", 4 * 48 * 48)
 
 
 def folded_beside(patch):
@@ -850,17 +850,17 @@ def test_peak_memory(fake, tmp_path):
 
 def a_layer_each(patch):
     """Buckets of one layer."""
-    from phalanx.engines.hosts import ranks
+    from phalanx.engines.devices import exchange
 
-    patch.setattr(ranks, "BUCKET", 150 << 10)
+    patch.setattr(exchange, "BUCKET", 150 << 10)
 
 
 def a_room_each(patch):
     """Every bucket has rooms of its own on the way."""
-    from phalanx.engines.hosts import ranks
+    from phalanx.engines.devices import exchange
 
     a_layer_each(patch)
-    patch.setattr(ranks, "IN_FLIGHT", 1000)
+    patch.setattr(exchange, "IN_FLIGHT", 1000)
 
 
 @pytest.mark.parametrize(("fault", "least", "most"), [(a_layer_each, 6, 6.6), (a_room_each, 7, 7.6)])

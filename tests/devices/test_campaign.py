@@ -65,7 +65,8 @@ def test_workers_that_share_a_device_exchange_over_gloo(tmp_path):
     """What is planted for them has the name that the exchange looks up: it is taken only on a machine with one GPU."""
     script = tmp_path / "planted.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport loops\nfrom phalanx.engines.hosts import transport\n"
+        f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport loops\n"
+        "from phalanx.engines.devices import transport\n"
         "transport.BACKENDS.default_device_backend_map[loops.common.DEVICE.type] = 'nccl'\n"
         "assert loops.OverGloo(lambda: 3)() == 3\n"
         "print(transport.BACKENDS.default_device_backend_map[loops.common.DEVICE.type])"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.engines.hosts.timing import measured
+from phalanx.engines.devices.timing import measured
 from phalanx.proof.check import DIFFERENT, SAME, UNKNOWN, check, circumstances, verdict
 from phalanx.proof.verify import certify, check_certificate, verify
 from tests import accelerator

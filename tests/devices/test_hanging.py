@@ -11,9 +11,8 @@ import threading
 
 import pytest
 
-from phalanx.engines.hosts import transport
-from phalanx.engines.processes.link import ArenaLink
-from phalanx.engines.processes.ranks import RankLink
+from phalanx.engines.devices import transport
+from phalanx.engines.devices.exchanged import Exchanged
 from phalanx.engines.processes.worker import Worker
 from phalanx.plan.lifecycle import Stage
 from tests import accelerator
@@ -117,7 +116,7 @@ def test_a_death_at_every_point(fake, tmp_path, wanted, place, count, worker):
 
 def never_left(patch):
     """Nobody breaks the exchange off."""
-    patch.setattr(RankLink, "leave", ArenaLink.leave)
+    patch.setattr(Exchanged, "leave", lambda sums: None)
 
 
 def copied_before(patch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from phalanx.engines.hosts import ranks, transport
+from phalanx.engines.devices import exchange, transport
 from phalanx.engines.hosts.world import in_rows
 from phalanx.plan.fold import Fold, place
 from phalanx.shared.layout import Spec
@@ -57,11 +57,11 @@ def exchanged(replicas, workers, count, vectors, blocks=None, fault=None):
         outer = link.levels[-1]
         for name in ("all_to_all", "all_gather"):
             setattr(outer, name, noted(getattr(outer, name), sent, rank // (workers // count)))
-        exchange = ranks.Exchange(SPECS, replicas, ranks.levels(replicas, blocks, rank, count), "cpu")
+        made = exchange.Exchange(SPECS, replicas, exchange.levels(replicas, blocks, rank, count), "cpu")
         if fault is not None:
-            fault(exchange)
+            fault(made)
         mine = folded(vectors, blocks[rank], replicas)
-        mean = exchange.total(link, masks, mine, lambda total: total.div_(replicas))
+        mean = made.total(link, masks, mine, lambda total: total.div_(replicas))
         link.close()
         return [None if entry is None else entry.clone() for entry in mean], sum(sent)
 

@@ -219,29 +219,29 @@ for plant in (None, in_order_of_arrival, other_mean_on_one, norms_uncompared):
 
 def in_order_of_arrival(patch):
     """Additions from the last to the first."""
-    from phalanx.engines.hosts import ranks
+    from phalanx.engines.devices import exchange
 
-    patch.setattr(ranks, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
+    patch.setattr(exchange, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
 
 
 def other_mean_on_one(patch):
     """One process's device computes another mean."""
-    from phalanx.engines.processes.ranks import HostRankLink
+    from phalanx.engines.devices.exchanged import Exchanged
 
-    plain = HostRankLink.mean
+    plain = Exchanged.mean
 
-    def mean(link, weight):
-        vector = plain(link, weight)
+    def mean(sums, *facts):
+        vector = plain(sums, *facts)
         if os.environ["RANK"] == "1":
             next(entry for entry in vector if entry is not None).view(-1)[0] += 1  # planted
         return vector
 
-    patch.setattr(HostRankLink, "mean", mean)
+    patch.setattr(Exchanged, "mean", mean)
 
 
 def norms_uncompared(patch):
     """The same, and nobody compares norms."""
-    from phalanx.engines.processes.ranks import HostRankLink
+    from phalanx.engines.hosts.board import Network
 
     other_mean_on_one(patch)
-    patch.setattr(HostRankLink, "_note", lambda link, norm: None)
+    patch.setattr(Network, "note", lambda board, norm: None)

@@ -20,10 +20,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.engines.hosts import ranks, transport
-from phalanx.engines.hosts.early import Early
+from phalanx.engines.devices import exchange, transport
+from phalanx.engines.devices.early import Early
+from phalanx.engines.devices.exchanged import Exchanged
 from phalanx.engines.processes import driver
-from phalanx.engines.processes.ranks import RankLink
+from phalanx.engines.processes.board import Shared
 from phalanx.engines.processes.worker import Worker
 from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.frameworks.torch import accelerators
@@ -556,51 +557,51 @@ def test_audits(share):
 
 def in_order_of_arrival(patch):
     """Additions from the last to the first."""
-    patch.setattr(ranks, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
+    patch.setattr(exchange, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
 
 
 def folded_at_the_wrong_offset(patch):
     """Every worker takes its slice for the first one."""
-    fold = ranks.fold_stretches
+    fold = exchange.fold_stretches
     patch.setattr(
-        ranks, "fold_stretches", lambda mean, rows, stretches, _, **how: fold(mean, rows, stretches, 0, **how)
+        exchange, "fold_stretches", lambda mean, rows, stretches, _, **how: fold(mean, rows, stretches, 0, **how)
     )
 
 
 def buckets_in_one_room(patch):
     """A bucket's memory is used again before it was looked at."""
-    patch.setattr(ranks, "BUCKET", 64)
-    scratch = ranks.scratch
-    patch.setattr(ranks, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
+    patch.setattr(exchange, "BUCKET", 64)
+    scratch = exchange.scratch
+    patch.setattr(exchange, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
 
 
 def small_buckets(patch):
     """No fault."""
-    patch.setattr(ranks, "BUCKET", 64)
+    patch.setattr(exchange, "BUCKET", 64)
 
 
 def absent_on_one(patch):
     """The second worker says that it has no gradient of the first parameter."""
-    publish = RankLink._publish  # planted
+    publish = Exchanged._publish  # planted
 
-    def published(link):
-        if link._worker == 1:  # planted
-            for partial in link._sums.partials():  # planted
+    def published(sums):
+        if sums._station.worker == 1:  # planted
+            for partial in sums._sums.partials():  # planted
                 partial.value[0] = None
-        return publish(link)
+        return publish(sums)
 
-    patch.setattr(RankLink, "_publish", published)
+    patch.setattr(Exchanged, "_publish", published)
 
 
 def zeros_for_absent(patch):
     """Where there is no gradient a zero is added."""
-    present = RankLink._present  # planted
-    patch.setattr(RankLink, "_present", lambda link: [b"\1" * len(mask) for mask in present(link)])
+    masks = Shared.masks
+    patch.setattr(Shared, "masks", lambda board: [b"\1" * len(mask) for mask in masks(board)])
 
 
 def unaligned(patch):
     """Gradients lie one after another."""
-    patch.setattr(ranks, "ALIGNED", 1)
+    patch.setattr(exchange, "ALIGNED", 1)
 
 
 def buffers_of_the_first(patch):
@@ -615,13 +616,13 @@ def buffers_of_the_first(patch):
 
 def buffers_of_one_for_all(patch):
     """Every replica's buffers are taken from the first place in what came."""
-    total = ranks.Spread.total
+    total = exchange.Spread.total
 
     def first(*facts):
         rows, losses = total(*facts)
         return rows[:1] * len(rows), losses
 
-    patch.setattr(ranks.Spread, "total", first)
+    patch.setattr(exchange.Spread, "total", first)
 
 
 def without_seeding(patch):
@@ -716,17 +717,17 @@ class Sending:
         self.file, self.fault = str(file), fault
 
     def __call__(self, patch):
-        sent_early = RankLink._sent_early
+        sent_early = Exchanged._sent_early
 
-        def noted(link, masks, over):
-            early = link._early is not None
-            mean = sent_early(link, masks, over)
-            if link._worker == 0:
+        def noted(sums, masks, over):
+            early = sums._early is not None
+            mean = sent_early(sums, masks, over)
+            if sums._station.worker == 0:
                 with open(self.file, "a") as file:
                     file.write("." if not early else "-" if mean is None else "+")
             return mean
 
-        patch.setattr(RankLink, "_sent_early", noted)
+        patch.setattr(Exchanged, "_sent_early", noted)
         if self.fault is not None:
             self.fault(patch)
 
@@ -855,14 +856,14 @@ class Deciding:
         self.folder = str(folder)
 
     def __call__(self, patch):
-        foresee = RankLink._foresee
+        foresee = Exchanged._foresee
 
-        def noted(link):
-            foresee(link)
-            with open(f"{self.folder}/{link._worker}", "a") as file:
-                file.write("." if link._early is None else "+")
+        def noted(sums, early):
+            foresee(sums, early)
+            with open(f"{self.folder}/{sums._station.worker}", "a") as file:
+                file.write("." if sums._early is None else "+")
 
-        patch.setattr(RankLink, "_foresee", noted)
+        patch.setattr(Exchanged, "_foresee", noted)
 
 
 @pytest.mark.filterwarnings("ignore:replica 0 of step")
@@ -877,7 +878,7 @@ def test_workers_decide_alike_where_replicas_may_differ(tmp_path):
 
 def test_flags_of_a_worker_that_is_gone():
     """A replica without samples sends no buffers, though a dead worker said of the step before that they changed."""
-    spread = ranks.Spread([Spec((2,), (1,), "float32", 4)], [range(2)], 0, "cpu")
+    spread = exchange.Spread([Spec((2,), (1,), "float32", 4)], [range(2)], 0, "cpu")
     nobody = types.SimpleNamespace(all_gather=lambda whole, mine: whole.copy_(mine), wait=lambda work: None)
     rows, losses = spread.total(nobody, np.array([[True], [True]]), {0: [torch.tensor([1.0, 2.0])]}, [0.5, 0.0])
     assert rows[0][0].tolist() == [1, 2]
@@ -891,7 +892,7 @@ class BrokenOff:
         self.folder = str(folder)
 
     def __call__(self, patch):
-        travel = ranks.Exchange.travel
+        travel = exchange.Exchange.travel
 
         def failing(own, transport, number, *facts):
             last = own._among[0].position == 2
@@ -901,7 +902,7 @@ class BrokenOff:
                 yield whole
 
         small_buckets(patch)
-        patch.setattr(ranks.Exchange, "travel", failing)
+        patch.setattr(exchange.Exchange, "travel", failing)
 
 
 def test_an_exchange_that_was_broken_off(tmp_path):
@@ -943,7 +944,7 @@ class Raising:
 
 def other_bits_on_one(patch):
     """The last worker gets one bit of the mean wrong."""
-    total = ranks.Exchange.total
+    total = exchange.Exchange.total
 
     def flipped(own, *facts):
         mean = total(own, *facts)
@@ -951,7 +952,7 @@ def other_bits_on_one(patch):
             flip(mean[0])
         return mean
 
-    patch.setattr(ranks.Exchange, "total", flipped)
+    patch.setattr(exchange.Exchange, "total", flipped)
 
 
 def test_a_mean_that_is_not_everybody_s():
@@ -966,15 +967,15 @@ def test_a_mean_that_is_not_everybody_s():
 
 def other_weights_on_one(patch):
     """After the second update one weight of the last worker has another bit."""
-    commit = RankLink.commit
+    commit = Exchanged.commit
 
-    def flipped(own, step, gradient):
-        commit(own, step, gradient)
-        if own._worker == 2 and step == 1:  # planted
+    def flipped(own, step, *facts):
+        commit(own, step, *facts)
+        if own._station.worker == 2 and step == 1:  # planted
             flip(next(iter(own._framework.export(step, copy=False, digest=False).params.values())))
 
-    patch.setattr(RankLink, "commit", flipped)
-    patch.setattr("phalanx.engines.processes.ranks.CHECK_STEPS", 3)
+    patch.setattr(Exchanged, "commit", flipped)
+    patch.setattr("phalanx.engines.devices.exchanged.CHECK_STEPS", 3)
 
 
 def test_weights_that_are_not_everybody_s():

@@ -731,14 +731,14 @@ def nothing():
 
 def arrival_order():
     """What is left is added from left to right, as it lies, instead of pairwise."""
-    from phalanx.engines.processes import link
+    from phalanx.engines.processes import arena
 
     def straight(replicas, nodes, present):
         first, *others = sorted(present)
         return [(first, other) for other in others]
 
-    assert link.added.__name__ == "added"
-    link.added = straight
+    assert arena.added.__name__ == "added"
+    arena.added = straight
 
 
 def buffers_left_out():
@@ -751,7 +751,7 @@ def buffers_left_out():
 
 def stale_gradients():
     """A peer's gradient is what it was when it was first looked at."""
-    from phalanx.engines.processes.link import Buckets
+    from phalanx.engines.processes.arena import Buckets
 
     peer = Buckets.peer
     Buckets.peer = lambda self, *place: [None if grad is None else grad.clone() for grad in peer(self, *place)]
@@ -759,7 +759,7 @@ def stale_gradients():
 
 def absent_as_zero():
     """What a worker did not publish is read all the same, as the zeros of fresh memory or what an earlier step left."""
-    from phalanx.engines.processes.link import Publications
+    from phalanx.engines.processes.board import Publications
 
     publish = Publications.publish
     Publications.publish = lambda self, position, number, there: publish(
@@ -777,16 +777,16 @@ def norm_of_the_own():
 
 def seeded_by_worker():
     """Random numbers follow the place among a worker's replicas, not the replica."""
-    from phalanx.engines.processes.link import ArenaLink
+    from phalanx.engines.link import Link
 
     hosted = {}
-    made = ArenaLink.__init__
+    made = Link.__init__
 
-    def remember(self, *given):
-        made(self, *given)
-        hosted["start"] = self.hosted.start
+    def remember(self, mine, *parts):
+        made(self, mine, *parts)
+        hosted["start"] = mine.start
 
-    ArenaLink.__init__ = remember
+    Link.__init__ = remember
     from phalanx import step as module
 
     key = module.replica_key

@@ -9,8 +9,9 @@ import torch
 from torch import distributed as dist
 
 import phalanx
-from phalanx.engines.hosts import exchange
-from phalanx.engines.hosts.exchange import UNKNOWN, Across, Rendezvous
+from phalanx.engines.hosts import across
+from phalanx.engines.hosts.across import UNKNOWN, Across
+from phalanx.engines.hosts.gloo import Rendezvous
 from phalanx.plan.fold import fold_values, hosts
 from phalanx.seams.records import Part
 from tests.orders import triples
@@ -83,7 +84,7 @@ def bits(array):
 @pytest.mark.parametrize(("replicas", "count"), [(8, 2), (7, 2), (7, 3), (5, 4), (3, 1)])
 def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
     """Any hosts, some gradients missing, several dtypes, in many pieces: each sum is that of all replicas in order."""
-    monkeypatch.setattr(exchange, "MOST", 24)
+    monkeypatch.setattr(across, "MOST", 24)
     blanks = [as_array(torch.empty(shape, dtype=DTYPES.get(at))) for at, shape in enumerate(SHAPES)]
     vectors = gradients(replicas, replicas * count, as_array)
     wanted = [bits(column(vectors, index)) for index in range(len(SHAPES))]

@@ -9,7 +9,8 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.engines.hosts import exchange
+from phalanx.engines import stretches
+from phalanx.engines.hosts import across
 
 WIDTH = 420  # a layer is more than one piece
 PLAIN, ABSENT, WEIGHED, TWICE, NOTHING, LATE, UNCOUNTED = range(7)
@@ -68,8 +69,8 @@ def batches():
 
 def planted(make):
     """The model; in a worker, the last of the additions of partial sums is left out."""
-    add = exchange._add
-    exchange._add = lambda target, parts, order, **how: add(target, parts, order[:-1], **how)  # planted
+    add = stretches.add
+    across.add = stretches.add = lambda target, parts, order, **how: add(target, parts, order[:-1], **how)  # planted
     return make()
 
 

@@ -85,6 +85,9 @@ APART = (
     ("frameworks.jax", "frameworks.registry"),
     ("engines.inline", "engines.processes"),
     ("engines.processes", "engines.inline"),
+    ("engines.processes", "engines.devices"),
+    ("engines.hosts", "engines.devices"),
+    ("engines.hosts", "frameworks.torch"),
     ("engines.processes", "engines.selection"),
 )
 

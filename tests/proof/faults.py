@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.engines.links import LocalLink
-from phalanx.engines.processes.link import Buckets
+from phalanx.engines.alone import Folded
+from phalanx.engines.processes.arena import Buckets
 from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.feed import Feed
@@ -67,9 +67,9 @@ class InTurn:
         return functools.reduce(self._add, self._vectors)
 
 
-def add_in_turn(link, arguments=(), _=None):
-    """Have a link add in another order, in this step."""
-    link._fold = InTurn(link._framework.arithmetic.add)  # planted
+def add_in_turn(sums, arguments=(), _=None):
+    """Have a process that is alone add in another order, in this step."""
+    sums._fold = InTurn(sums._framework.arithmetic.add)  # planted
 
 
 def _flip_weights(update, arguments, _):
@@ -107,7 +107,7 @@ def _die(update, arguments, _):
 KINDS = {
     "gradient": (Lane, "gradient", _flip_gradient, False),  # while a replica is computed
     "fold": (Buckets, "fold", _flip_sums, False),  # while owners add
-    "order": (LocalLink, "begin", add_in_turn, False),  # no bit is flipped, but all is added from left to right
+    "order": (Folded, "begin", add_in_turn, False),  # no bit is flipped, but all is added from left to right
     "update": (Update, "apply", _flip_weights, False),  # while owners write weights
     "state": (Update, "apply", _flip_state, False),  # while owners write optimizer state
     "batch": (Feed, "batch", _flip_batch, False),  # as one process reads it

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.checkpoint.chain import records_of
-from phalanx.engines.links import LocalLink
+from phalanx.engines.alone import Folded
 from phalanx.plan import Audit
 from phalanx.proof.check import check
 from tests.families import Circumstances, Terms, terms
@@ -248,15 +248,15 @@ class Other(Net):
 
 def test_a_bit_in_the_fold(tmp_path, monkeypatch):
     """All gradients are the same and their sum is not: the fold of that step, the parameter, and one element."""
-    real = LocalLink.mean
+    real = Folded.mean
 
-    def faulty(link, weight):
-        total = real(link, weight)
-        if type(link._framework._lane.model) is Other:  # planted
+    def faulty(sums, *facts):
+        total = real(sums, *facts)
+        if type(sums._framework._lane.model) is Other:  # planted
             flip(total[2])
         return total
 
-    monkeypatch.setattr(LocalLink, "mean", faulty)
+    monkeypatch.setattr(Folded, "mean", faulty)
     found = apart(tmp_path, recipe(steps=5), recipe(steps=5, make_model=Other))
     assert (found.step, found.replica, found.phase, found.name) == (0, None, "fold", "norm.weight")
     assert (found.elements, found.ulp) == (1, 1 << BIT)
@@ -269,14 +269,14 @@ class OtherTerms(Terms):
 
 def test_additions_in_another_order(tmp_path, monkeypatch):
     """From left to right and not in pairs, on one side: the fold of the first step."""
-    real = LocalLink.begin
+    real = Folded.begin
 
-    def begin(link, step, shares):
-        real(link, step, shares)
-        if type(link._framework._lane.model) is OtherTerms:  # planted
-            add_in_turn(link)
+    def begin(sums, *facts, **more):
+        real(sums, *facts, **more)
+        if type(sums._framework._lane.model) is OtherTerms:  # planted
+            add_in_turn(sums)
 
-    monkeypatch.setattr(LocalLink, "begin", begin)
+    monkeypatch.setattr(Folded, "begin", begin)
     one = terms(8)
     columns = one.data[0].shape[1]
     found = apart(tmp_path, one, dataclasses.replace(one, make_model=functools.partial(OtherTerms, columns)))

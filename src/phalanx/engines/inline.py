@@ -14,11 +14,11 @@ from typing import Any
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.engines.alone import alone
 from phalanx.engines.gradients import Gradients, named
-from phalanx.engines.links import LaneLink, LocalLink
 from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError, safe_str
-from phalanx.seams import Framework, Link
+from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
 from phalanx.shared.memory import RUNS
 from phalanx.step import Proposal, commit, following
@@ -57,10 +57,8 @@ class Inline:
         self.run_state = run_state
         self._definition = definition
         self._framework = framework
-        self._lanes = lanes = framework.lanes
-        self._link: Link = (
-            LocalLink(framework, range(definition.replicas)) if lanes is None else LaneLink(framework, lanes)
-        )
+        self._lanes = framework.lanes
+        self._link = alone(framework, definition.replicas)
         self._close_readers = weakref.finalize(self, ahead.close if ahead else bool)
         self._dealer = BatchShares(definition, framework.opened, None if ahead is None else ahead.read)
         self._torn = False

@@ -20,7 +20,7 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import supplied
-from phalanx.engines.links import LocalLink
+from phalanx.engines.alone import alone
 from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.plan import joined
@@ -194,7 +194,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
     def mean(self) -> dict[str, Any]:
         """The mean gradient of this step by names of parameters; the state stays as it is."""
-        link = LocalLink(self._framework, range(self.definition.replicas))
+        link = alone(self._framework, self.definition.replicas)
         with self._rewound() as framework:
             return self.named(propose(framework, link, self.definition, self.update, self.shares()).gradient)
 

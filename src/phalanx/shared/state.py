@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.seams import Sharing
+from phalanx.seams import Framework, Sharing
 from phalanx.shared.layout import WORD, Layout
 from phalanx.shared.memory import Memory, give_back
 
@@ -172,6 +172,10 @@ class Shard:
         places = zip(map(self.frozen.place, self._storages), sizes, strict=True)
         return [np.frombuffer(memory, np.int64, -(-size // WORD), at) for (memory, at), size in places]
 
+    def checksum(self, framework: Framework, step: int) -> int:
+        """Of the weights before ``step`` that this worker owns, which its counterparts on other hosts have, too."""
+        return int(np.array([weights.sum() for weights in self.weights], np.int64).sum())  # modulo 2**64
+
     def leave(self, replica: int, buffers: Sequence[Any]) -> None:
         """Publish the buffers that a replica left, where they differ from the step's start."""
         for number in self._note(replica, buffers):
@@ -298,6 +302,11 @@ class CopiedShard(Shard):
     def weights(self) -> list[np.ndarray]:
         self._mirror.put(self._worker)
         return super().weights
+
+    def checksum(self, framework: Framework, step: int) -> int:
+        """Of all weights, and of buffers; computed on the device, of which one number for each tensor is read."""
+        weights = framework.export(step, copy=False, digest=False).params
+        return framework.arithmetic.checksum([*weights.values(), *self.local.starts])
 
     def leave(self, replica: int, buffers: Sequence[Any]) -> None:
         """Say which of them differ from the step's start, and keep them for the exchange."""

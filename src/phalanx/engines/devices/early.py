@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from phalanx.engines.hosts.exchange import Mask
-from phalanx.engines.hosts.ranks import Exchange, Journey
-from phalanx.engines.hosts.transport import Transport
+from phalanx.engines.devices.exchange import Exchange, Journey
+from phalanx.engines.devices.transport import Transport
+from phalanx.engines.stretches import Mask
 from phalanx.plan.fold import Fold, Partial
 from phalanx.seams.records import Vector
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from phalanx.engines.hosts.exchange import PATTERNS, Mask, Stretch, fold_stretches, scratch, stretches
-from phalanx.engines.hosts.transport import Transport
+from phalanx.engines.devices.transport import Transport
+from phalanx.engines.stretches import PATTERNS, Mask, Stretch, fold_stretches, scratch, stretches
 from phalanx.frameworks.torch.accelerators import watched
 from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan.fold import Node, added, covers, remaining

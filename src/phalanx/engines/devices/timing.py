@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from phalanx.engines.devices.exchange import BUCKET
+from phalanx.engines.devices.transport import FILE, Transport
 from phalanx.engines.hosts.gloo import LOOPBACK
-from phalanx.engines.hosts.ranks import BUCKET
-from phalanx.engines.hosts.transport import FILE, Transport
 from phalanx.frameworks.torch.accelerators import expect, prepare, registered
 
 ROUNDS, WARM_UP = 12, 4
@@ -30,7 +30,7 @@ def measured(names: Sequence[str]) -> dict[str, str]:
     """Rows of a table: milliseconds for a bucket, and that bytes arrive between all pairs, or what went wrong."""
     with tempfile.TemporaryDirectory(prefix="phalanx-") as name, contextlib.ExitStack() as closing:
         folder = pathlib.Path(name)
-        command = [sys.executable, "-m", "phalanx.engines.hosts.timing", name, json.dumps([*names])]
+        command = [sys.executable, "-m", "phalanx.engines.devices.timing", name, json.dumps([*names])]
         started: list[subprocess.Popen[bytes]] = []
         for rank in range(len(names)):
             output = closing.enter_context((folder / f"{rank}").open("wb"))

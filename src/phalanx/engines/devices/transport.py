@@ -16,8 +16,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LONGEST_NAP_SECONDS, LOOPBACK, Gloo, answer, in_thread, poll
+from phalanx.engines.hosts.gloo import LONGEST_NAP_SECONDS, LOOPBACK, Gloo, Rendezvous, answer, in_thread, poll
 from phalanx.errors import RunError, SeveredError, UsageError
 
 BACKENDS: Any = dist.Backend

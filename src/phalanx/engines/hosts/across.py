@@ -8,71 +8,30 @@ one partial sum each exchange the whole sums instead: as much traffic, in one ro
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
 
-from phalanx.engines.hosts.gloo import TCP, Gloo
+from phalanx.engines.hosts.gloo import Gloo, Rendezvous
+from phalanx.engines.processes.board import CHECK_STEPS
+from phalanx.engines.stretches import PATTERNS, Mask, Stretch, add, fold_stretches, scratch, stretches
 from phalanx.errors import CorruptionError, RunError
 from phalanx.plan.fold import Node, added, remaining
 from phalanx.seams.records import Part, packed
 
-CHECK_STEPS = 100  # how often hosts compare the sums of their weights
 HEADER = ("run", "step", "weights", "norm")
 UNKNOWN = 0  # the norm of a step that a worker has not done, or does again
 ROW, NAMED = len(Part._fields), operator.attrgetter("named")
-PATTERNS = 64  # cached sets of present gradients
 LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of a piece
 PIECES = 8  # of a sum of medium size: the first travel while others are packed, at a cost per piece
 Piece = tuple[list[torch.Tensor], list[Any], list[Any]]  # this host's slice of all sums, what comes, what goes
-Mask = bytes  # one byte per parameter: whether it has a gradient
 Decoded = tuple[list[Part], list[Mask], list[bytes]]  # by replica, by node, by replica
 Summands = tuple[Sequence[Any], Sequence[tuple[int, int]]]  # None where there is none; what is added, as (into, from)
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where workers of several hosts find each other; can be pickled.
-
-    Attributes
-    ----------
-    address : (str, int)
-        Host and port of the store of the run's torch.distributed world.
-    run : int
-        The run's number, drawn by rank 0.
-    rank : int
-        This process's position in ``blocks``.
-    blocks : tuple of range
-        The replicas of each process.
-    seconds : float
-        How long to wait for another process.
-    interface : str
-        The network interface to use; "" leaves the choice to torch.
-    hosts : int
-        On how many the processes are, where each has equally many, one after another; else 1.
-    """
-
-    address: tuple[str, int]
-    run: int
-    rank: int
-    blocks: tuple[range, ...]
-    seconds: float
-    interface: str
-    hosts: int = 1
-
-    def store(self, name: str) -> PrefixStore:
-        """The part of the world's store that those have who meet under this name."""
-        limit = datetime.timedelta(seconds=self.seconds)
-        store = TCP(*self.address, is_master=False, timeout=limit)
-        return PrefixStore(f"phalanx/{self.run}/{name}", store)
 
 
 class FlatLayout(NamedTuple):
@@ -95,15 +54,6 @@ class FlatLayout(NamedTuple):
     stretches: list[Stretch]
     pieces: list[tuple[int, int]]
     whole: int
-
-
-class Stretch(NamedTuple):
-    """A stretch of a sum: where it begins and ends, the nodes that have it, and their additions in order."""
-
-    begin: int
-    end: int
-    nodes: tuple[int, ...]
-    additions: Sequence[tuple[int, int]]
 
 
 class Across:
@@ -285,7 +235,7 @@ class Across:
             for row, (entries, order) in zip(packed, summands(index), strict=True):
                 if any(entry is not None for entry in entries):
                     view = row.as_strided(like.shape, like.stride(), row.storage_offset() + offset)
-                    _add(view, [None if entry is None else tensor_of(entry) for entry in entries], order)
+                    add(view, [None if entry is None else tensor_of(entry) for entry in entries], order)
             given = layout.whole if index == last else offset + like.numel()
             while len(begun) < len(ends) and ends[len(begun)] <= given:
                 start, width = layout.pieces[len(begun)]
@@ -338,16 +288,6 @@ class Across:
         return layouts
 
 
-def scratch(
-    rooms: dict[Any, torch.Tensor], name: Any, size: int, dtype: torch.dtype, device: str = "cpu"
-) -> torch.Tensor:
-    """So many elements, with any content, in memory that ``rooms`` keeps to be used again in every step."""
-    room = rooms.get(name)
-    if room is None or room.numel() != size or room.dtype != dtype:
-        room = rooms[name] = torch.zeros(size, dtype=dtype, device=device)
-    return room
-
-
 def chunks(size: int, slices: int, itemsize: int) -> list[tuple[int, int]]:
     """(begin, elements of a slice) of pieces that travel one behind the other: some arrive while others are sent."""
     most = max(1, min(MOST, max(LEAST, size * itemsize // PIECES // slices)) // itemsize)
@@ -378,45 +318,3 @@ def array_of(tensor: torch.Tensor, like: Any) -> Any:
     if like.dtype.name == "bfloat16":
         return tensor.view(torch.uint16).numpy().view(like.dtype)
     return tensor.numpy()
-
-
-def stretches(
-    masks: Sequence[Mask], places: dict[int, int], like: Sequence[torch.Tensor]
-) -> list[tuple[tuple[int, ...], int, int]]:
-    """(positions of the nodes that have it, begin, end) of stretches of parameters with equal masks."""
-    segments: list[tuple[tuple[int, ...], int, int]] = []
-    for index, offset in places.items():
-        there = tuple(position for position, mask in enumerate(masks) if mask[index])
-        end = offset + like[index].numel()
-        if segments and segments[-1][0] == there:
-            segments[-1] = (there, segments[-1][1], end)
-        else:
-            segments.append((there, offset, end))
-    return segments
-
-
-def _add(
-    target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence[tuple[int, int]], *, spare: bool = False
-) -> None:
-    """Add these up into ``target``. ``spare``: what is added up may be written."""
-    if not order:
-        target.copy_(next(part for part in parts if part is not None))
-        return
-    *before, (into, source) = order
-    for left, right in before:
-        parts[left] = torch.add(parts[left], parts[right], out=parts[left] if spare else None)  # type: ignore[arg-type]
-    torch.add(parts[into], parts[source], out=target)  # type: ignore[arg-type]
-
-
-def fold_stretches(
-    target: torch.Tensor, rows: Sequence[torch.Tensor], stretches: Sequence[Stretch], first: int, *, spare: bool = False
-) -> None:
-    """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once.
-
-    ``spare``: the rows may be written.
-    """
-    for begin, end, present, additions in stretches:
-        here = slice(max(begin - first, 0), min(end - first, len(target)))
-        if here.start < here.stop:
-            parts = [row[here] if position in present else None for position, row in enumerate(rows)]
-            _add(target[here], parts, additions, spare=spare)

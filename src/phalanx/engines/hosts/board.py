@@ -1,4 +1,4 @@
-"""Links in a run of several hosts: a host's workers meet as always, then each meets its counterparts on the others.
+"""What workers of several hosts tell each other: a host's workers meet as always, then each meets its counterparts.
 
 Only the meaning of "all" differs: losses and weights of all R replicas, and the sum of all hosts' gradients. From there
 on every host does the same, so nothing else has to be exchanged.
@@ -8,87 +8,96 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from phalanx.engines.hosts.exchange import CHECK_STEPS, UNKNOWN, Across, Mask, Rendezvous, Summands
-from phalanx.engines.processes.link import ArenaLink, union
+from phalanx.engines.hosts.across import UNKNOWN, Across, Summands
+from phalanx.engines.processes.board import CHECK_STEPS, Shared, Station
+from phalanx.engines.stretches import Mask
 from phalanx.plan.fold import covers
+from phalanx.seams import Order
 from phalanx.seams.records import Part, Vector
 
-NOTHING = b"\0"  # a note of a replica without buffers
 
-
-class HostLink(ArenaLink):
-    """Implements ``seams.Link`` between workers of one host that have counterparts on others.
+class Network(Shared):
+    """Implements ``engines.link.Board`` between workers of one host that have counterparts on others.
 
     Parameters
     ----------
-    rendezvous : Rendezvous
-        Where the other hosts are.
-    framework, shard, plan, placement, arena, barrier
-        As of ``ArenaLink``.
+    station : Station
+    across : Across
+        The connection to them.
     """
 
-    def __init__(self, rendezvous: Rendezvous, *facts: Any) -> None:
-        super().__init__(*facts)
-        _, shard, plan, placement, _, barrier = facts
-        owned = [index for index, owner in enumerate(plan.layout.owners) if owner == barrier.worker]
-        blanks = self.slots.blanks()
-        self._across = Across(rendezvous, barrier.worker, placement.replicas, blanks, owned, self._check)
-        carried = shard.buffer_payload if barrier.worker == 0 else []
+    def __init__(self, station: Station, across: Across) -> None:
+        super().__init__(station)
+        self._across, placement = across, station.placement
+        carried = station.shard.buffer_payload if station.worker == 0 else []
         # For each replica its pieces, and flags that say which of them changed.
         self._buffer_payload = carried or [[memoryview(bytearray())]] * placement.replicas
         self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
-        self._groups = [
-            [position for position, node in enumerate(plan.nodes) if covers(top, node)] for top in self._across.nodes
-        ]
+        self._groups = groups(station, across)
         self._masks: list[Mask] = []
+        self._checksum = 0
         self._norm = -1, UNKNOWN  # a step, and its gradient's norm here
 
-    def all_gather(self, parts: Sequence[Part]) -> list[Part]:
-        mine = super().all_gather(parts)[self._block.start : self._block.stop]
+    def begin(self) -> None:
         step = self._barrier.step
-        checksum = self._checksum() if step % CHECK_STEPS == 0 else 0
+        self._checksum = self._station.shard.checksum(self._framework, step) if step % CHECK_STEPS == 0 else 0
+        super().begin()
+
+    def gather(self, parts: Sequence[Part]) -> list[Part]:
+        mine = super().gather(parts)[self._block.start : self._block.stop]
+        step = self._barrier.step
         norm = self._norm[1] if self._norm[0] == step - 1 else UNKNOWN
         notes = [bytes(flags) for *_, flags in self._buffer_payload[self._block.start : self._block.stop]]
-        self.parts, self._masks, notes = self._across.tell((step, checksum, norm), mine, self._host_masks(), notes)
+        told = self._across.tell((step, self._checksum, norm), mine, self._host_masks(), notes)
+        parts_of_all, self._masks, notes = told
         for (*_, flags), note in zip(self._buffer_payload, notes, strict=True):
             flags[:] = note
         self._across.spread([list(itertools.compress(pieces, flags)) for *pieces, flags in self._buffer_payload])
-        return self.parts
+        return parts_of_all
 
-    def mean(self, weight: float) -> Vector:
-        vectors, _ = self._gathered()
+    def masks(self) -> list[Mask]:
+        return self._masks
 
-        def summands(index: int) -> list[Summands]:
-            entries = [None if vector is None else vector[index] for vector in vectors]
-            groups = [[entry if at in group else None for at, entry in enumerate(entries)] for group in self._groups]
-            there = [tuple(at for at in group if entries[at] is not None) for group in self._groups]
-            return list(zip(groups, map(self._order, there), strict=True))
-
-        self.there = union(self._masks)
-        return self.slots.fold([self._across.total(self._masks, summands)], lambda _: (), weight)
-
-    def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
-        norm, parts = super().norm(gradient, parts)
-        self._note(norm)
-        return norm, parts
-
-    def _note(self, norm: float) -> None:
-        """Have the other hosts compare it in the next step."""
+    def note(self, norm: float) -> None:
         self._norm = self._barrier.step, bits_of(norm)
-
-    def _checksum(self) -> int:
-        """Of the weights that this worker and its counterparts own."""
-        return int(np.array([weights.sum() for weights in self._shard.weights], np.int64).sum())  # modulo 2**64
 
     def _host_masks(self) -> list[Mask]:
         """Which gradients each of this host's sums has: those that the sum of any of its workers has."""
         flags = np.frombuffer(self.publications.read(), np.uint8).reshape(-1, 1 + self.publications.entries)
         there = flags[:, 1:] * (flags[:, :1] > 0)
         return [there[group].max(0).tobytes() for group in self._groups]
+
+
+class AddedAcross:
+    """Adds to a host's sums, as far as this worker owns them, those of other hosts.
+
+    Parameters
+    ----------
+    station : Station
+    across : Across
+    """
+
+    def __init__(self, station: Station, across: Across) -> None:
+        self._across, self._groups = across, groups(station, across)
+
+    def __call__(self, masks: Sequence[Mask], vectors: Sequence[Vector | None], order: Order) -> Vector:
+        """The sum of all; ``masks`` say which gradients hosts' sums have, ``vectors`` are those of workers here."""
+
+        def summands(index: int) -> list[Summands]:
+            entries = [None if vector is None else vector[index] for vector in vectors]
+            rows = [[entry if at in group else None for at, entry in enumerate(entries)] for group in self._groups]
+            there = [tuple(at for at in group if entries[at] is not None) for group in self._groups]
+            return list(zip(rows, map(order, there), strict=True))
+
+        return self._across.total(masks, summands)
+
+
+def groups(station: Station, across: Across) -> list[list[int]]:
+    """Which sums of a host's workers are added up to each of the host's."""
+    return [[at for at, node in enumerate(station.plan.nodes) if covers(top, node)] for top in across.nodes]
 
 
 def bits_of(norm: float) -> int:

@@ -17,10 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.errors import SeveredError
 
@@ -33,6 +35,43 @@ NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
 LEFT: list[Any] = []  # groups that were left while something was under way
 GROUP: Any = dist.ProcessGroupGloo
 TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where workers of several hosts find each other; can be pickled.
+
+    Attributes
+    ----------
+    address : (str, int)
+        Host and port of the store of the run's torch.distributed world.
+    run : int
+        The run's number, drawn by rank 0.
+    rank : int
+        This process's position in ``blocks``.
+    blocks : tuple of range
+        The replicas of each process.
+    seconds : float
+        How long to wait for another process.
+    interface : str
+        The network interface to use; "" leaves the choice to torch.
+    hosts : int
+        On how many the processes are, where each has equally many, one after another; else 1.
+    """
+
+    address: tuple[str, int]
+    run: int
+    rank: int
+    blocks: tuple[range, ...]
+    seconds: float
+    interface: str
+    hosts: int = 1
+
+    def store(self, name: str) -> PrefixStore:
+        """The part of the world's store that those have who meet under this name."""
+        limit = datetime.timedelta(seconds=self.seconds)
+        store = TCP(*self.address, is_master=False, timeout=limit)
+        return PrefixStore(f"phalanx/{self.run}/{name}", store)
 
 
 class Gloo:

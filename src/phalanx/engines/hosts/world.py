@@ -27,8 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.checkpoint.directory import is_marked, mark, newest_step
 from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
-from phalanx.engines.hosts.exchange import Rendezvous
-from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, answer, ends, in_thread, towards
+from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, Rendezvous, answer, ends, in_thread, towards
 from phalanx.engines.hosts.members import CLOSED, LEAVES, Farewell, Members
 from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, served, surroundings
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError

@@ -21,10 +21,10 @@ from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import unpacked
 from phalanx.engines.gradients import Gradients
-from phalanx.engines.hosts.link import HostLink
-from phalanx.engines.processes.link import ArenaLink
+from phalanx.engines.link import Link
+from phalanx.engines.parts import linked
+from phalanx.engines.processes.board import Station
 from phalanx.engines.processes.messages import DriverChannel, sendable
-from phalanx.engines.processes.ranks import HostRankLink, RankLink
 from phalanx.engines.processes.serialization import adopt_environment, remarked, unpack
 from phalanx.engines.reading import taken
 from phalanx.engines.twice import Twice
@@ -112,15 +112,9 @@ class Worker:
         self._barrier = Barrier(self._counters, self._number)
         kind = CopiedShard if self._placement.copies else Shard
         self._shard = kind(self._framework.sharing, plan.layout, arena, memories.base, self._number)
-        shard, placement, barrier, rendezvous = self._shard, self._placement, self._barrier, setup["hosts"]
-        facts = self._framework, shard, plan, placement, arena, barrier
-        if placement.copies:
-            here = self._device, memories.meeting, setup["seconds"]
-            link = RankLink(*here, *facts) if rendezvous is None else HostRankLink(rendezvous, self._device, *facts)
-            link.average = None if setup["averaging"] is None else self._average
-            self._link: ArenaLink = link
-        else:
-            self._link = ArenaLink(*facts) if rendezvous is None else HostLink(rendezvous, *facts)
+        station = Station(self._framework, self._shard, plan, self._placement, arena, self._barrier)
+        average = None if setup["averaging"] is None else self._average
+        self._link: Link = linked(station, memories.meeting, setup, average)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Go to the beginning of a step, with the state in the arena and the options in ``orders``."""

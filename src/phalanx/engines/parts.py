@@ -1,0 +1,50 @@
+"""Which parts the link of a worker is made of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx.engines.devices.exchanged import Exchanged
+from phalanx.engines.devices.transport import connected, reached
+from phalanx.engines.hosts.across import Across
+from phalanx.engines.hosts.board import AddedAcross, Network
+from phalanx.engines.link import Link
+from phalanx.engines.processes.arena import Owned
+from phalanx.engines.processes.board import Shared, Station
+from phalanx.shared.memory import Memory
+
+
+def linked(
+    station: Station, meeting: Memory, setup: Mapping[str, Any], average: Callable[[int], None] | None = None
+) -> Link:
+    """The link of a worker.
+
+    Parameters
+    ----------
+    station : Station
+    meeting : Memory
+        Where workers with devices find each other.
+    setup : mapping
+        What all workers were told: ``hosts``, the rendezvous of several; ``devices``, by name; ``seconds``, how long to
+        wait for another worker.
+    average : callable, optional
+        Called with the number of each update that was done; of workers with devices.
+    """
+    hosts, placement, worker = setup["hosts"], station.placement, station.worker
+    board, across = Shared(station), None
+    if hosts is not None:
+        across = Across(hosts, worker, placement.replicas, station.blanks(), station.owned, station.check)
+        board = Network(station, across)
+    if not placement.copies:
+        return Link(station.hosted, board, Owned(station, board, across and AddedAcross(station, across)))
+    device = setup["devices"][worker]
+    if hosts is None:
+        among = placement.blocks, worker
+        meet = functools.partial(connected, meeting.fd, worker, len(placement.blocks), device, setup["seconds"])
+        sums = Exchanged(station, board, device, *among, meet, average=average)
+    else:
+        meet = functools.partial(reached, hosts, device)
+        sums = Exchanged(station, board, device, hosts.blocks, hosts.rank, meet, hosts.hosts, average)
+    return Link(station.hosted, board, sums)
