@@ -23,7 +23,8 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.definition import generators
 from phalanx.definition.data import open_data
-from phalanx.engines.devices import exchange
+from phalanx.engines import flat
+from phalanx.engines.devices import buckets
 from phalanx.engines.devices.transport import Transport
 from phalanx.frameworks.torch import accelerators, arithmetic
 from phalanx.frameworks.torch.arithmetic import DeviceArithmetic
@@ -188,7 +189,7 @@ def generator_of_the_first(patch):
 
 def in_order_of_arrival(patch):
     """Additions from the last to the first."""
-    patch.setattr(exchange, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
+    patch.setattr(flat, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
 
 
 def not_waited_for(patch):
@@ -205,20 +206,20 @@ class Done:
 
 def gathered_and_not_waited_for(patch):
     """The mean is used before it has come from all."""
-    gather = Transport.all_gather
+    gather = Transport.gather
 
     def begun(*facts):
         gather(*facts)
         return Done(), None, None
 
-    patch.setattr(Transport, "all_gather", begun)
+    patch.setattr(Transport, "gather", begun)
 
 
 def a_room_used_too_early(patch):
     """All buckets are folded in the same memory, which the first one's result is still sent from."""
-    scratch = exchange.scratch
-    patch.setattr(exchange, "BUCKET", 64)
-    patch.setattr(exchange, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
+    scratch = flat.scratch
+    patch.setattr(buckets, "BUCKET", 64)
+    patch.setattr(flat, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
 
 
 def pinned_memory_used_again(patch):
@@ -305,7 +306,7 @@ def test_bytes_between_devices(fake, tmp_path, replicas, count):
     Each parameter begins at a multiple of 512 bytes, and so does each slice.
     """
     sizes = [parameter.nbytes for parameter in deep().parameters()]
-    least, most = sum(sizes), sum(size + exchange.ALIGNED for size in sizes) + count * exchange.ALIGNED
+    least, most = sum(sizes), sum(size + buckets.ALIGNED for size in sizes) + count * buckets.ALIGNED
     sent = bytes_of_a_step(tmp_path, deep_recipe(replicas), count)
     for bytes_, block in zip(sent, place(replicas, count).blocks, strict=True):
         rounds = (len(remaining(replicas, block)) + 1) * (count - 1) / count
@@ -508,7 +509,7 @@ def with_names(output, target):
 
 def many_buckets(patch):
     """No fault."""
-    patch.setattr(exchange, "BUCKET", 4 * 48 * 48)
+    patch.setattr(buckets, "BUCKET", 4 * 48 * 48)
 
 
 def folded_beside(patch):
@@ -850,17 +851,13 @@ def test_peak_memory(fake, tmp_path):
 
 def a_layer_each(patch):
     """Buckets of one layer."""
-    from phalanx.engines.devices import exchange
-
-    patch.setattr(exchange, "BUCKET", 150 << 10)
+    patch.setattr(buckets, "BUCKET", 150 << 10)
 
 
 def a_room_each(patch):
     """Every bucket has rooms of its own on the way."""
-    from phalanx.engines.devices import exchange
-
     a_layer_each(patch)
-    patch.setattr(exchange, "IN_FLIGHT", 1000)
+    patch.setattr(flat, "IN_FLIGHT", 1000)
 
 
 @pytest.mark.parametrize(("fault", "least", "most"), [(a_layer_each, 6, 6.6), (a_room_each, 7, 7.6)])

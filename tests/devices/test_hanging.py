@@ -26,7 +26,7 @@ from tests.sampling import sample
 
 pytestmark = pytest.mark.accelerator
 MLP = FAMILIES["mlp"]
-ON_THE_WAY = ["all_to_all", "all_gather"]  # places beside the named ones: it has begun this, and nothing after it
+ON_THE_WAY = ["all_to_all", "gather"]  # places beside the named ones: it has begun this, and nothing after it
 PLACES = [*(stage.name for stage in Stage), *ON_THE_WAY]
 
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from phalanx.engines.devices import exchange, transport
+from phalanx.engines import flat
+from phalanx.engines.devices import transport
+from phalanx.engines.devices.buckets import in_buckets
 from phalanx.engines.hosts.world import in_rows
+from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan.fold import Fold, place
 from phalanx.shared.layout import Spec
 
@@ -55,13 +58,22 @@ def exchanged(replicas, workers, count, vectors, blocks=None, fault=None):
         link = transport.Transport(own, rank, workers, torch.device("cpu"), 30.0, "lo", lambda: None, count)
         sent = []
         outer = link.levels[-1]
-        for name in ("all_to_all", "all_gather"):
+        for name in ("all_to_all", "gather"):
             setattr(outer, name, noted(getattr(outer, name), sent, rank // (workers // count)))
-        made = exchange.Exchange(SPECS, replicas, exchange.levels(replicas, blocks, rank, count), "cpu")
+        made = flat.Flat(SPECS, replicas, flat.levels(replicas, blocks, rank, count), in_buckets)
         if fault is not None:
             fault(made)
         mine = folded(vectors, blocks[rank], replicas)
-        mean = made.total(link, masks, mine, lambda total: total.div_(replicas))
+
+        def fill(indices, homes):
+            copy_all(
+                (home, vector[index])
+                for index in indices
+                for home, vector in zip(homes(index), mine, strict=True)
+                if vector[index] is not None
+            )
+
+        mean = made.total(link.levels, masks, fill, lambda total: total.div_(replicas))
         link.close()
         return [None if entry is None else entry.clone() for entry in mean], sum(sent)
 

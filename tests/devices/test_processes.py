@@ -219,9 +219,9 @@ for plant in (None, in_order_of_arrival, other_mean_on_one, norms_uncompared):
 
 def in_order_of_arrival(patch):
     """Additions from the last to the first."""
-    from phalanx.engines.devices import exchange
+    from phalanx.engines import flat
 
-    patch.setattr(exchange, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
+    patch.setattr(flat, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
 
 
 def other_mean_on_one(patch):

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.engines.devices import exchange, transport
+from phalanx.engines import flat
+from phalanx.engines.devices import buckets, spread, transport
 from phalanx.engines.devices.early import Early
 from phalanx.engines.devices.exchanged import Exchanged
 from phalanx.engines.processes import driver
@@ -557,27 +558,25 @@ def test_audits(share):
 
 def in_order_of_arrival(patch):
     """Additions from the last to the first."""
-    patch.setattr(exchange, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
+    patch.setattr(flat, "added", lambda count, nodes, there: [(there[0], other) for other in there[1:][::-1]])
 
 
 def folded_at_the_wrong_offset(patch):
     """Every worker takes its slice for the first one."""
-    fold = exchange.fold_stretches
-    patch.setattr(
-        exchange, "fold_stretches", lambda mean, rows, stretches, _, **how: fold(mean, rows, stretches, 0, **how)
-    )
+    fold = flat.fold_stretches
+    patch.setattr(flat, "fold_stretches", lambda mean, rows, stretches, _, **how: fold(mean, rows, stretches, 0, **how))
 
 
 def buckets_in_one_room(patch):
     """A bucket's memory is used again before it was looked at."""
-    patch.setattr(exchange, "BUCKET", 64)
-    scratch = exchange.scratch
-    patch.setattr(exchange, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
+    patch.setattr(buckets, "BUCKET", 64)
+    scratch = flat.scratch
+    patch.setattr(flat, "scratch", lambda rooms, name, *size: scratch(rooms, name[0], *size))
 
 
 def small_buckets(patch):
     """No fault."""
-    patch.setattr(exchange, "BUCKET", 64)
+    patch.setattr(buckets, "BUCKET", 64)
 
 
 def absent_on_one(patch):
@@ -601,7 +600,7 @@ def zeros_for_absent(patch):
 
 def unaligned(patch):
     """Gradients lie one after another."""
-    patch.setattr(exchange, "ALIGNED", 1)
+    patch.setattr(buckets, "ALIGNED", 1)
 
 
 def buffers_of_the_first(patch):
@@ -616,13 +615,13 @@ def buffers_of_the_first(patch):
 
 def buffers_of_one_for_all(patch):
     """Every replica's buffers are taken from the first place in what came."""
-    total = exchange.Spread.total
+    total = spread.Spread.total
 
     def first(*facts):
         rows, losses = total(*facts)
         return rows[:1] * len(rows), losses
 
-    patch.setattr(exchange.Spread, "total", first)
+    patch.setattr(spread.Spread, "total", first)
 
 
 def without_seeding(patch):
@@ -878,9 +877,9 @@ def test_workers_decide_alike_where_replicas_may_differ(tmp_path):
 
 def test_flags_of_a_worker_that_is_gone():
     """A replica without samples sends no buffers, though a dead worker said of the step before that they changed."""
-    spread = exchange.Spread([Spec((2,), (1,), "float32", 4)], [range(2)], 0, "cpu")
-    nobody = types.SimpleNamespace(all_gather=lambda whole, mine: whole.copy_(mine), wait=lambda work: None)
-    rows, losses = spread.total(nobody, np.array([[True], [True]]), {0: [torch.tensor([1.0, 2.0])]}, [0.5, 0.0])
+    between = spread.Spread([Spec((2,), (1,), "float32", 4)], [range(2)], 0, "cpu")
+    nobody = types.SimpleNamespace(gather=lambda whole, mine: whole.copy_(mine), wait=lambda work: None)
+    rows, losses = between.total(nobody, np.array([[True], [True]]), {0: [torch.tensor([1.0, 2.0])]}, [0.5, 0.0])
     assert rows[0][0].tolist() == [1, 2]
     assert losses == [0.5, 0.0]
 
@@ -892,17 +891,17 @@ class BrokenOff:
         self.folder = str(folder)
 
     def __call__(self, patch):
-        travel = exchange.Exchange.travel
+        travel = flat.Flat.travel
 
-        def failing(own, transport, number, *facts):
+        def failing(own, carriers, number, *facts, **how):
             last = own._among[0].position == 2
-            for at, whole in enumerate(travel(own, transport, number, *facts)):
+            for at, whole in enumerate(travel(own, carriers, number, *facts, **how)):
                 if last and number == at == 1 and phalanx.current_step() == 3 and once(self.folder, "short"):
                     raise MemoryError("planted")
                 yield whole
 
         small_buckets(patch)
-        patch.setattr(exchange.Exchange, "travel", failing)
+        patch.setattr(flat.Flat, "travel", failing)
 
 
 def test_an_exchange_that_was_broken_off(tmp_path):
@@ -944,15 +943,15 @@ class Raising:
 
 def other_bits_on_one(patch):
     """The last worker gets one bit of the mean wrong."""
-    total = exchange.Exchange.total
+    total = flat.Flat.total
 
-    def flipped(own, *facts):
-        mean = total(own, *facts)
+    def flipped(own, *facts, **how):
+        mean = total(own, *facts, **how)
         if own._among[0].position == 2:  # planted
             flip(mean[0])
         return mean
 
-    patch.setattr(exchange.Exchange, "total", flipped)
+    patch.setattr(flat.Flat, "total", flipped)
 
 
 def test_a_mean_that_is_not_everybody_s():

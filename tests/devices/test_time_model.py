@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from phalanx.engines.devices import exchange
+from phalanx.engines.devices import buckets
 
 FILE = pathlib.Path(__file__).parents[2] / "benchmarks" / "model.py"
 
@@ -53,7 +53,7 @@ def test_networks_are_the_real_ones(model):
 
 def test_buckets(model):
     """They hold everything, in order; only a parameter that is larger than a bucket has a larger one, to itself."""
-    assert model.BUCKET == exchange.BUCKET
+    assert model.BUCKET == buckets.BUCKET
     for network in model.NETWORKS.values():
         filled = model.buckets(network)
         assert sum(size for size, _ in filled) == pytest.approx(network.bytes)

@@ -9,9 +9,12 @@ import torch
 from torch import distributed as dist
 
 import phalanx
-from phalanx.engines.hosts import across
+from phalanx.engines.flat import Flat, levels
+from phalanx.engines.hosts import pieces
 from phalanx.engines.hosts.across import UNKNOWN, Across
 from phalanx.engines.hosts.gloo import Rendezvous
+from phalanx.engines.hosts.pieces import AddedAcross, Pieces, in_pieces, tensor_of
+from phalanx.frameworks.torch.arithmetic import spec_of
 from phalanx.plan.fold import fold_values, hosts
 from phalanx.seams.records import Part
 from tests.orders import triples
@@ -23,14 +26,20 @@ RUNS = iter(range(1, 1000))
 
 
 def together(count, replicas, work, blanks):
-    """What ``work(rank, across)`` returns on each of so many hosts, which are threads here."""
+    """What ``work(rank, across, added)`` returns on each of so many hosts, which are threads here."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     blocks, run, found = hosts(replicas, count, 1)[0], next(RUNS), [None] * count
 
     def host(rank):
         try:
             rendezvous = Rendezvous(("127.0.0.1", store.port), run, rank, blocks, 20.0, "lo")
-            found[rank] = work(rank, Across(rendezvous, 0, replicas, blanks, range(len(blanks))))
+            gloo = rendezvous.meet("all", rank, count)
+            across = Across(rendezvous, gloo, replicas, len(blanks))
+            among = levels(replicas, blocks, rank, at_once=True)
+            specs = [spec_of(tensor_of(blank)) for blank in blanks]
+            flat = Flat(specs, replicas, among, in_pieces, owned=range(len(blanks)))
+            own = [[at] for at in range(len(across.nodes))]
+            found[rank] = work(rank, across, AddedAcross(flat, [Pieces(gloo, rank, count)], own, blanks))
         except BaseException as error:
             found[rank] = error
 
@@ -84,12 +93,12 @@ def bits(array):
 @pytest.mark.parametrize(("replicas", "count"), [(8, 2), (7, 2), (7, 3), (5, 4), (3, 1)])
 def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
     """Any hosts, some gradients missing, several dtypes, in many pieces: each sum is that of all replicas in order."""
-    monkeypatch.setattr(across, "MOST", 24)
+    monkeypatch.setattr(pieces, "MOST", 24)
     blanks = [as_array(torch.empty(shape, dtype=DTYPES.get(at))) for at, shape in enumerate(SHAPES)]
     vectors = gradients(replicas, replicas * count, as_array)
     wanted = [bits(column(vectors, index)) for index in range(len(SHAPES))]
 
-    def work(rank, across):
+    def work(rank, across, added):
         sums, masks = [], []
         for level, index in across.nodes:
             mine = vectors[index << level : (index + 1) << level]
@@ -99,7 +108,7 @@ def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
         parts, masks, notes = across.tell((0, 5, UNKNOWN), [PART] * len(block), masks, [bytes([one]) for one in block])
         assert parts == [PART] * replicas
         assert notes == [bytes([replica]) for replica in range(replicas)]
-        total = across.total(masks, lambda index: [([vector[index]], []) for vector in sums])
+        total = added(masks, sums, lambda there: ())
         return [bits(entry) for entry in total]
 
     assert together(count, replicas, work, blanks) == [wanted] * count
@@ -109,7 +118,7 @@ def test_named_losses_travel():
     """They come with the parts of all hosts, to the last bit; a replica without samples has none."""
     parts = [PART._replace(named={"kl": [0.1 + replica, None], "hits": [2.0, 3.0]}) for replica in range(3)] + [PART]
 
-    def work(rank, across):
+    def work(rank, across, added):
         mine = parts[hosts(4, 2, 1)[0][rank].start :][:2]
         return across.tell((0, 5, UNKNOWN), mine, [b"\1"] * len(across.nodes), [b""] * 2)[0]
 
@@ -126,7 +135,7 @@ def test_what_replicas_left():
     """Buffers of each host's replicas arrive on all others; hosts whose replicas left nothing take part too."""
     lengths = [[3], [], [1, 2], [0], []]
 
-    def work(rank, across):
+    def work(rank, across, added):
         mine = hosts(5, 3, 1)[0][rank]
         rows = [[bytearray(size) for size in sizes] for sizes in lengths]
         for replica in mine:
@@ -144,7 +153,7 @@ def test_what_replicas_left():
 def test_who_differs_is_named(name, changes):
     """A host in another step, with other weights or another norm is refused by the other, and named."""
 
-    def work(rank, across):
+    def work(rank, across, added):
         kind = phalanx.RunError if name == "step" else phalanx.CorruptionError
         with pytest.raises(kind, match=f"process {1 - rank} differs from process {rank} in its {name}"):
             across.tell(changes if rank else (0, 5, 7), [PART] * 2, [b"\1"], [b""] * 2)
@@ -155,7 +164,7 @@ def test_who_differs_is_named(name, changes):
 def test_a_message_of_another_run_is_refused():
     """A run has a number of its own, which every message carries."""
 
-    def work(rank, across):
+    def work(rank, across, added):
         across._run += rank
         with pytest.raises(phalanx.RunError, match=f"process {1 - rank} differs from process {rank} in its run"):
             across.tell((0, 5, UNKNOWN), [PART] * 2, [b"\1"], [b""] * 2)
@@ -166,7 +175,7 @@ def test_a_message_of_another_run_is_refused():
 def test_a_norm_that_is_not_known_is_not_compared():
     """A worker that begins in the middle of a run, or does a step again, has none of the step before."""
 
-    def work(rank, across):
+    def work(rank, across, added):
         across.tell((1, 0, rank and 7), [PART] * 2, [b"\1"], [b""] * 2)
 
     together(2, 4, work, [torch.empty(1)])

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx.engines import stretches
-from phalanx.engines.hosts import across
+from phalanx.engines.hosts import pieces
 
 WIDTH = 420  # a layer is more than one piece
 PLAIN, ABSENT, WEIGHED, TWICE, NOTHING, LATE, UNCOUNTED = range(7)
@@ -70,7 +70,7 @@ def batches():
 def planted(make):
     """The model; in a worker, the last of the additions of partial sums is left out."""
     add = stretches.add
-    across.add = stretches.add = lambda target, parts, order, **how: add(target, parts, order[:-1], **how)  # planted
+    pieces.add = stretches.add = lambda target, parts, order, **how: add(target, parts, order[:-1], **how)  # planted
     return make()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from phalanx.engines.devices.exchanged import Exchanged
 from phalanx.engines.devices.transport import connected, reached
-from phalanx.engines.hosts.across import Across
-from phalanx.engines.hosts.board import AddedAcross, Network
+from phalanx.engines.hosts.board import Network
+from phalanx.engines.hosts.pieces import added_across
 from phalanx.engines.link import Link
 from phalanx.engines.processes.arena import Owned
 from phalanx.engines.processes.board import Shared, Station
@@ -33,17 +33,17 @@ def linked(
         Called with the number of each update that was done; of workers with devices.
     """
     hosts, placement, worker = setup["hosts"], station.placement, station.worker
-    board, across = Shared(station), None
+    board, beyond = Shared(station), None
     if hosts is not None:
-        across = Across(hosts, worker, placement.replicas, station.blanks(), station.owned, station.check)
-        board = Network(station, across)
+        gloo = hosts.meet(f"worker {worker}", hosts.rank, len(hosts.blocks), station.check)
+        board = Network(station, hosts, gloo)
+        beyond = None if placement.copies else added_across(station, hosts, gloo)
     if not placement.copies:
-        return Link(station.hosted, board, Owned(station, board, across and AddedAcross(station, across)))
-    device = setup["devices"][worker]
+        return Link(station.hosted, board, Owned(station, board, beyond))
+    device, seconds = setup["devices"][worker], setup["seconds"]
     if hosts is None:
-        among = placement.blocks, worker
-        meet = functools.partial(connected, meeting.fd, worker, len(placement.blocks), device, setup["seconds"])
-        sums = Exchanged(station, board, device, *among, meet, average=average)
+        meet = functools.partial(connected, meeting.fd, worker, len(placement.blocks), device, seconds)
+        sums = Exchanged(station, board, device, placement.blocks, worker, meet, average=average)
     else:
         meet = functools.partial(reached, hosts, device)
         sums = Exchanged(station, board, device, hosts.blocks, hosts.rank, meet, hosts.hosts, average)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from phalanx.engines.devices.exchange import Exchange, Journey
 from phalanx.engines.devices.transport import Transport
+from phalanx.engines.flat import Flat, Journey
 from phalanx.engines.stretches import Mask
 from phalanx.plan.fold import Fold, Partial
 from phalanx.seams.records import Vector
@@ -26,7 +26,7 @@ class Early:
 
     Parameters
     ----------
-    exchange : Exchange
+    flat : Flat
     transport : Transport
     masks : sequence of bytes
         Which gradients each node of all workers is expected to have.
@@ -46,17 +46,18 @@ class Early:
 
     def __init__(
         self,
-        exchange: Exchange,
+        flat: Flat,
         transport: Transport,
         masks: Sequence[Mask],
         awaited: Collection[int],
         weight: float,
     ) -> None:
         self.masks, self.came, self.right = masks, set[int](), True
-        self._exchange, self._transport, self._awaited, self._weight = exchange, transport, awaited, weight
-        self._buckets = exchange.layout(masks)
-        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.places}
-        self._missing = [len(set(bucket.places) & set(awaited)) for bucket in self._buckets]
+        self._flat, self._transport, self._awaited, self._weight = flat, transport, awaited, weight
+        self._layout = flat.layout(masks)
+        self._buckets = self._layout.buckets
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.filled}
+        self._missing = [len(set(bucket.filled) & set(awaited)) for bucket in self._buckets]
         self._journeys: list[Journey] = []
         self._wholes: list[torch.Tensor] = []
         self._sums: Sums = []
@@ -91,7 +92,7 @@ class Early:
     def finish(self) -> None:
         """Wait for everything."""
         if self._transport.beside is None:
-            for _ in range(self._exchange.steps - 1):
+            for _ in range(self._flat.steps - 1):
                 for journey in self._journeys:
                     next(journey)
         elif self._journeys:
@@ -100,7 +101,9 @@ class Early:
 
     def total(self, over: Callable[[Any], Any]) -> Vector:
         """The mean gradient, after ``finish``. It is divided here: only now is the sum of weights known."""
-        return self._exchange.unpacked(self._buckets, map(over, self._wholes))
+        for whole in self._wholes:
+            over(whole)
+        return self._flat.unpacked(self._layout)
 
     @property
     def there(self) -> list[bytes | None]:
@@ -115,10 +118,11 @@ class Early:
 
     def _send(self) -> None:
         number = len(self._journeys)
-        for index in self._buckets[number].places:
+        for index in self._buckets[number].filled:
             if index not in self.came:
                 self._put(index, None)
-        journey = self._exchange.travel(self._transport, number, self._buckets[number], _whole)
+        apart = self._transport.beside is None
+        journey = self._flat.travel(self._transport.levels, number, self._layout, _whole, apart=apart)
         self._journeys.append(journey)
         next(journey)
         if self._transport.beside is not None and number:
@@ -129,12 +133,11 @@ class Early:
         beside = self._transport.beside
         assert beside is not None, "there is a stream"
         with torch.get_device_module(beside.device).stream(beside):
-            self._exchange.go_on(journey)
+            self._flat.go_on(journey)
 
     def _put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Write this worker's sums of a parameter into its bucket."""
-        number = self._bucket_of[index]
-        homes = self._exchange.homes(number, self._buckets[number], index)
+        homes = self._flat.homes(self._layout, index)
         for home, (lefts, last) in zip(homes, self._sums, strict=True):
             terms = [vector[index] for vector in lefts if vector[index] is not None]
             terms += [gradient] if last and gradient is not None else []

@@ -6,16 +6,23 @@ device to device, and every worker updates everything.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from phalanx.definition.data import Share
+from phalanx.engines.devices.buckets import in_buckets
 from phalanx.engines.devices.early import Early, sums_with
-from phalanx.engines.devices.exchange import Exchange, Spread, levels
+from phalanx.engines.devices.spread import Spread
 from phalanx.engines.devices.transport import Transport
+from phalanx.engines.flat import Flat, Homes, levels
 from phalanx.engines.processes.board import CHECK_STEPS, Shared, Station
+from phalanx.frameworks.torch.accelerators import watched
+from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan import share_weights
 from phalanx.plan.fold import Fold
 from phalanx.seams.records import Part, Vector, losses_of, with_losses
@@ -62,9 +69,9 @@ class Exchanged:
         self._station, self._board, self._shard = station, board, station.shard
         self._framework, self._hosted = station.framework, station.hosted
         self._replicas, contents = station.placement.replicas, station.plan.layout.contents
-        self._exchange = Exchange(
-            contents.gradients, self._replicas, levels(self._replicas, blocks, rank, hosts), device
-        )
+        among = levels(self._replicas, blocks, rank, hosts)
+        self._flat = Flat(contents.gradients, self._replicas, among, in_buckets, device)
+        self._watched = functools.partial(watched, [torch.device(device)])
         self._spread = Spread(contents.buffers, blocks, rank, device)
         self._connect, self._average = connect, average
         self._transport: Transport | None = None
@@ -113,7 +120,7 @@ class Exchanged:
                 sums = [partial.value for partial in self._sums.partials()]
                 self._early.expect([([] if value is None else [value], False) for value in sums])
             right = self._last < 0 or parts[self._last - self._hosted[0]].weight == self._weight
-            with self._exchange.watched():
+            with self._watched():
                 self._early.flush(right=right)
         self._computed = parts
         self._publish()
@@ -123,12 +130,13 @@ class Exchanged:
         def over(mean: Any) -> Any:
             return mean if weight == 1 else self._framework.arithmetic.divide([mean], weight)[0]
 
-        with self._exchange.watched():
+        with self._watched():
             transport, masks = self._joined(), self._board.masks()
             self._masks_of_step = [mask.replace(MISTAKEN, b"\1") for mask in masks]
             mean = self._sent_early(masks, over)
             if mean is None:
-                mean = self._exchange.total(transport, self._masks_of_step, self._mine, over)
+                carriers, behind = transport.levels, transport.beside is not None
+                mean = self._flat.total(carriers, self._masks_of_step, self._fill, over, behind=behind)
             losses = losses_of(_named_alike(self._computed, parts[0]))
             changed, mine = self._shard.changed(), self._shard.mine
             self._shard.came, self._losses = self._spread.total(transport, changed, mine, losses)
@@ -138,7 +146,7 @@ class Exchanged:
     def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
         begun = self._framework.norm(gradient, self._losses, self._left)
         waiter = None if self._transport is None else self._transport.waiter
-        with self._exchange.watched():
+        with self._watched():
             norm, *losses = begun() if waiter is None else begun(waiter)
         if self._due:
             checksum = float(zlib.crc32(f"{norm} {self._weights}".encode()))
@@ -166,6 +174,15 @@ class Exchanged:
             self._transport.close()
             self._transport = None
 
+    def _fill(self, indices: Sequence[int], homes: Homes) -> None:
+        """Put this worker's sums where they are sent from."""
+        copy_all(
+            (home, vector[index])
+            for index in indices
+            for home, vector in zip(homes(index), self._mine, strict=True)
+            if vector is not None and vector[index] is not None
+        )
+
     def _foresee(self, early: bool) -> None:
         """Prepare to send gradients early, if the last two such steps had the same ones; all workers decide alike."""
         if self._early is not None:
@@ -175,7 +192,7 @@ class Exchanged:
             self._seen, self._mistaken = {}, 0
         seen = self._seen.get(self._sizes, [])
         if early and len(seen) == 2 and seen[0][0] == seen[1][0] and self._mistaken < MISTAKES:
-            self._early = Early(self._exchange, self._joined(), *seen[-1], self._weight)
+            self._early = Early(self._flat, self._joined(), *seen[-1], self._weight)
 
     def _pushed(self, replica: int) -> None:
         """Listen to the gradients of the next replica if it is the last."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from phalanx.engines.devices.exchange import BUCKET
+from phalanx.engines.devices.buckets import BUCKET
 from phalanx.engines.devices.transport import FILE, Transport
 from phalanx.engines.hosts.gloo import LOOPBACK
 from phalanx.frameworks.torch.accelerators import expect, prepare, registered
@@ -65,7 +65,7 @@ def _measure(meeting: str, names: Sequence[str], rank: int) -> dict[str, str]:
 
     def exchange() -> None:
         link.wait(link.all_to_all(slices, whole, [width] * size, [width] * size))
-        link.wait(link.all_gather(whole, mine))
+        link.wait(link.gather(whole, mine))
 
     ways: dict[str, Callable[[], None]] = {
         "all-to-all and all-gather": exchange,

@@ -53,6 +53,8 @@ class Transport:
     hosts : int
         On how many the workers are; equally many on each, one after another.
 
+    Implements ``engines.flat.Carrier``, too.
+
     Attributes
     ----------
     beside : torch.Stream or None
@@ -72,6 +74,7 @@ class Transport:
         check: Callable[[], None],
         hosts: int = 1,
     ) -> None:
+        self.in_place = False
         self._check, self._device, self._rank, self._size = check, device, rank, size
         name = BACKENDS.default_device_backend_map.get(device.type, "gloo")
         self._on_host = name == "gloo"  # works are done when the host says so, not when a stream comes to them
@@ -145,9 +148,20 @@ class Transport:
         cuts = [[count * sent.itemsize for count in counts] for counts in (comes, goes)]
         return self._begun(self._group.alltoall_base, received, sent, *cuts)
 
-    def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
+    def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
         """Fill ``whole`` with what all workers have, equally much of each."""
         return self._begun(self._group._allgather_base, whole, mine)
+
+    def deal(self, sums: torch.Tensor, counts: Sequence[int], room: Callable[..., torch.Tensor]) -> Any:
+        """As of ``engines.flat.Carrier``; what a worker sends to itself comes with the rest."""
+        own, size, length = sums.shape
+        sent = sums
+        if own > 1:
+            sent = room("sent", sums.numel(), own=True).view(size, own, length)
+            sent.copy_(sums.transpose(0, 1))
+        received = room("received", sum(counts) * length)
+        work = self.all_to_all(received, sent.view(-1), [count * length for count in counts], [own * length] * size)
+        return work, list(received.view(-1, length))
 
     def all_reduce(self, whole: torch.Tensor) -> None:
         """What a run never does: let the library add. To compare times with."""

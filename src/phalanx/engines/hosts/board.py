@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from phalanx.engines.hosts.across import UNKNOWN, Across, Summands
+from phalanx.engines.hosts.across import UNKNOWN, Across
+from phalanx.engines.hosts.gloo import Gloo, Rendezvous
+from phalanx.engines.hosts.pieces import groups
 from phalanx.engines.processes.board import CHECK_STEPS, Shared, Station
 from phalanx.engines.stretches import Mask
-from phalanx.plan.fold import covers
-from phalanx.seams import Order
-from phalanx.seams.records import Part, Vector
+from phalanx.seams.records import Part
 
 
 class Network(Shared):
@@ -25,18 +25,20 @@ class Network(Shared):
     Parameters
     ----------
     station : Station
-    across : Across
+    rendezvous : Rendezvous
+    gloo : Gloo
         The connection to them.
     """
 
-    def __init__(self, station: Station, across: Across) -> None:
+    def __init__(self, station: Station, rendezvous: Rendezvous, gloo: Gloo) -> None:
         super().__init__(station)
-        self._across, placement = across, station.placement
+        placement = station.placement
+        self._across = Across(rendezvous, gloo, placement.replicas, self.publications.entries)
         carried = station.shard.buffer_payload if station.worker == 0 else []
         # For each replica its pieces, and flags that say which of them changed.
         self._buffer_payload = carried or [[memoryview(bytearray())]] * placement.replicas
         self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
-        self._groups = groups(station, across)
+        self._groups = groups(station, rendezvous)
         self._masks: list[Mask] = []
         self._checksum = 0
         self._norm = -1, UNKNOWN  # a step, and its gradient's norm here
@@ -69,35 +71,6 @@ class Network(Shared):
         flags = np.frombuffer(self.publications.read(), np.uint8).reshape(-1, 1 + self.publications.entries)
         there = flags[:, 1:] * (flags[:, :1] > 0)
         return [there[group].max(0).tobytes() for group in self._groups]
-
-
-class AddedAcross:
-    """Adds to a host's sums, as far as this worker owns them, those of other hosts.
-
-    Parameters
-    ----------
-    station : Station
-    across : Across
-    """
-
-    def __init__(self, station: Station, across: Across) -> None:
-        self._across, self._groups = across, groups(station, across)
-
-    def __call__(self, masks: Sequence[Mask], vectors: Sequence[Vector | None], order: Order) -> Vector:
-        """The sum of all; ``masks`` say which gradients hosts' sums have, ``vectors`` are those of workers here."""
-
-        def summands(index: int) -> list[Summands]:
-            entries = [None if vector is None else vector[index] for vector in vectors]
-            rows = [[entry if at in group else None for at, entry in enumerate(entries)] for group in self._groups]
-            there = [tuple(at for at in group if entries[at] is not None) for group in self._groups]
-            return list(zip(rows, map(order, there), strict=True))
-
-        return self._across.total(masks, summands)
-
-
-def groups(station: Station, across: Across) -> list[list[int]]:
-    """Which sums of a host's workers are added up to each of the host's."""
-    return [[at for at, node in enumerate(station.plan.nodes) if covers(top, node)] for top in across.nodes]
 
 
 def bits_of(norm: float) -> int:

@@ -73,6 +73,10 @@ class Rendezvous:
         store = TCP(*self.address, is_master=False, timeout=limit)
         return PrefixStore(f"phalanx/{self.run}/{name}", store)
 
+    def meet(self, name: str, rank: int, size: int, check: Callable[[], object] = bool) -> Gloo:
+        """Connections between those who meet under this name."""
+        return Gloo(self.store(name), rank, size, self.seconds, self.interface, check)
+
 
 class Gloo:
     """Connections between the processes that come with the same store.

@@ -1,0 +1,375 @@
+"""The mean of partial sums that several workers have: a carrier moves bytes, and every addition is ours.
+
+Gradients lie in rows, a row for each dtype and sum, and travel in buckets. Each worker gets its slice of every sum,
+adds these up in the fold's order, and gives the result to all. Where each worker has one sum, that is the traffic of a
+ring all-reduce, 2 N (P - 1) / P elements. What only moves bytes cannot change a bit.
+
+Where workers are on several hosts, those of a host do the first half among them. Then workers of equal position do it
+with their slices, over the network: 2 N (H - 1) / H elements for a host, where its replicas leave one sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from phalanx.engines.stretches import PATTERNS, Mask, Stretch, fold_stretches, scratch, stretches
+from phalanx.plan.fold import Node, added, covers, remaining
+from phalanx.seams.records import Vector
+from phalanx.shared.layout import Spec
+
+# Buckets with rooms of their own for what comes and for sums. A bucket's all-to-all is begun before the fold of the one
+# ahead of it is, and after the all-gather of the one before that. Collectives of one kind follow one another, and that
+# all-gather waits for its fold. So two sets are enough.
+IN_FLIGHT = 2
+Journey = Iterator[Any]  # of a bucket: something is under way after each step; the last one gives all slices
+Homes = Callable[[int], list[torch.Tensor]]  # of a parameter: where its gradient lies in each of this worker's sums
+Fill = Callable[[Sequence[int], Homes], None]
+Cut = tuple[
+    dict[int, int], list[tuple[int, int]]
+]  # where each parameter begins; (begin, elements of a slice) of buckets
+
+
+class Carrier(Protocol):
+    """Moves bytes between the workers of a level.
+
+    Attributes
+    ----------
+    in_place : bool
+        Whether what is gathered may lie where it is gathered.
+    """
+
+    in_place: bool
+
+    def deal(self, sums: torch.Tensor, counts: Sequence[int], room: Callable[..., torch.Tensor]) -> Any:
+        """Begin to send ``sums[:, slice]`` to each worker; returns a work, and the rows that come, in workers' order.
+
+        ``counts``: the sums that each of them has. ``room(name, size)`` gives memory, which other buckets use later;
+        ``own=True``: which none uses.
+        """
+        ...
+
+    def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
+        """Begin to fill ``whole`` with what all workers have, equally much of each."""
+        ...
+
+    def wait(self, work: Any) -> None:
+        """Wait for what was begun."""
+
+
+class Level(NamedTuple):
+    """Workers among which sums are added up: those of a host, or those of equal position on all hosts.
+
+    Attributes
+    ----------
+    size, position : int
+        How many there are, and which this worker is.
+    slices : int
+        Into which sums are cut; the worker at ``position`` adds up the (position % slices)-th.
+    counts : list of int
+        The sums that each of them has.
+    sums : list of (Node, list of int)
+        Each of their sums: its node of the fold's tree, and of which workers' sums, counted over all, it is made.
+    groups : list of list of int
+        Which of the sums are added up to each one that is left here.
+    """
+
+    size: int
+    position: int
+    slices: int
+    counts: list[int]
+    sums: list[tuple[Node, list[int]]]
+    groups: list[list[int]]
+
+
+class Row(NamedTuple):
+    """How gradients of one dtype lie in a sum.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+    places : dict
+        The offset of each parameter, in elements.
+    stretches : list of list of list of Stretch
+        For each level and group the stretches of parameters that the same sums have.
+    size : int
+        Elements of all buckets.
+    """
+
+    dtype: torch.dtype
+    places: dict[int, int]
+    stretches: list[list[list[Stretch]]]
+    size: int
+
+
+class Bucket(NamedTuple):
+    """A stretch of a row that travels at once.
+
+    Attributes
+    ----------
+    row : int
+    begin : int
+        Where it begins there, in elements.
+    width : int
+        Elements of a slice of the last level.
+    most : int
+        Elements of a slice of the largest bucket that has the same rooms on the way.
+    filled : list of int
+        The parameters that begin in it.
+    """
+
+    row: int
+    begin: int
+    width: int
+    most: int
+    filled: list[int]
+
+
+class Layout(NamedTuple):
+    """The rows and buckets of a step."""
+
+    rows: list[Row]
+    buckets: list[Bucket]
+
+
+def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1, *, at_once: bool = False) -> list[Level]:
+    """Among whom a worker exchanges sums, in order. Each host has equally many workers, one after another.
+
+    ``at_once``: two workers with one sum each send it whole, in one round, which is as much traffic.
+    """
+    nodes = [remaining(replicas, block) for block in blocks]
+    starts = [sum(map(len, nodes[:worker])) for worker in range(len(nodes))]
+    every = [node for own in nodes for node in own]
+    each = len(blocks) // hosts
+    host, position = divmod(rank, each)
+    cuts = [range(first, first + each) for first in range(0, len(blocks), each)]
+    own = cuts[host]
+    within = [(node, [starts[worker] + at]) for worker in own for at, node in enumerate(nodes[worker])]
+    tops = [remaining(replicas, range(blocks[cut[0]].start, blocks[cut[-1]].stop)) for cut in cuts]
+    groups = [[at for at, (node, _) in enumerate(within) if covers(top, node)] for top in tops[host]]
+    whole = [(top, [number for number, node in enumerate(every) if covers(top, node)]) for of in tops for top in of]
+
+    def level(size: int, position: int, counts: list[int], *facts: Any) -> Level:
+        return Level(size, position, 1 if at_once and counts == [1, 1] else size, counts, *facts)
+
+    within_host = level(each, position, [len(nodes[worker]) for worker in own], within, groups)
+    across = level(hosts, host, list(map(len, tops)), whole, [list(range(len(whole)))])
+    return [within_host] if hosts == 1 else [within_host, across]
+
+
+class Flat:
+    """The mean gradient over all workers.
+
+    Parameters
+    ----------
+    specs : sequence of Spec
+        What each parameter's gradient looks like.
+    replicas : int
+        R.
+    among : sequence of Level
+        Among whom this worker exchanges sums.
+    cut : callable
+        ``cut(sizes, itemsize, slices)``: where parameters of these sizes (elements) begin in a row, and its buckets.
+    device : str
+        Where gradients are.
+    owned : sequence of int, optional
+        The parameters whose sums are exchanged, in the order in which they come; None: all, the last first, as a
+        backward pass has them.
+
+    Attributes
+    ----------
+    steps : int
+        Of a bucket's journey, before the last.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        replicas: int,
+        among: Sequence[Level],
+        cut: Callable[[dict[int, int], int, int], Cut],
+        device: str = "cpu",
+        owned: Sequence[int] | None = None,
+    ) -> None:
+        self._device, self._replicas, self._among, self._cut = device, replicas, among, cut
+        self.steps = sum(1 + (level.slices > 1) for level in among)
+        self._like = [
+            torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device="meta")
+            for spec in specs
+        ]
+        self._owned = range(len(specs))[::-1] if owned is None else owned
+        self._own, self._slices = among[0].counts[among[0].position], 1
+        for level in among:
+            self._slices *= level.slices
+        self._laid_out = functools.lru_cache(PATTERNS)(self._lay_out)
+        self._rooms: dict[Any, torch.Tensor] = {}
+
+    def total(
+        self,
+        carriers: Sequence[Carrier],
+        masks: Sequence[Mask],
+        fill: Fill,
+        over: Callable[[Any], Any],
+        *,
+        behind: bool = False,
+    ) -> Vector:
+        """The mean gradient: an entry for each parameter that any node has a gradient of, None for others.
+
+        Parameters
+        ----------
+        carriers : sequence of Carrier
+            One for each level.
+        masks : sequence of bytes
+            Which gradients each node of all workers has.
+        fill : callable
+            ``fill(parameters, homes)`` writes this worker's sums of parameters where they lie.
+        over : callable
+            Divides a tensor by the sum of weights, in place.
+        behind : bool
+            Whether a bucket is gathered as soon as the next one is dealt; else once all are dealt.
+        """
+        layout = self.layout(masks)
+        homes = functools.partial(self.homes, layout)
+        journeys: list[Journey] = []
+        for number, bucket in enumerate(layout.buckets):
+            fill(bucket.filled, homes)
+            journeys.append(self.travel(carriers, number, layout, over, apart=not behind))
+            next(journeys[-1])
+            if behind and number:
+                self.go_on(journeys[number - 1])
+        if behind:
+            for journey in journeys[-1:]:
+                self.go_on(journey)
+        else:
+            for _ in range(self.steps - 1):
+                for journey in journeys:
+                    next(journey)
+        for journey in journeys:
+            next(journey)
+        return self.unpacked(layout)
+
+    def go_on(self, journey: Journey) -> None:
+        """All of a journey behind its first all-to-all, which is under way."""
+        for _ in range(self.steps - 1):
+            next(journey)
+
+    def layout(self, masks: Sequence[Mask]) -> Layout:
+        """The rows and buckets of a step in which each node of all workers has these gradients."""
+        return self._laid_out(tuple(masks))
+
+    def homes(self, layout: Layout, index: int) -> list[torch.Tensor]:
+        """Where this worker's sums of a parameter lie, one for each of its nodes."""
+        number = next(at for at, row in enumerate(layout.rows) if index in row.places)
+        return [self._home(row, layout.rows[number], index) for row in self._packed(layout, number)]
+
+    def travel(
+        self,
+        carriers: Sequence[Carrier],
+        number: int,
+        layout: Layout,
+        over: Callable[[Any], Any],
+        *,
+        apart: bool = False,
+    ) -> Journey:
+        """Take this worker's sums of a bucket to all, and all means back; waits for what it began a step before.
+
+        ``apart``: all buckets are under way at once, so that none shares its memory.
+        """
+        bucket = layout.buckets[number]
+        row, first, length = layout.rows[bucket.row], bucket.begin, self._slices * bucket.width
+        here = slice(first, first + length)
+        sums, target = self._packed(layout, bucket.row)[:, here], self._target(layout, bucket.row)[here]
+
+        def room(depth: int, name: str, size: int, *, own: bool = False) -> torch.Tensor:
+            slot, most = (number, size) if own or apart else (number % IN_FLIGHT, size // bucket.width * bucket.most)
+            return scratch(self._rooms, (name, slot, depth, row.dtype), most, row.dtype, self._device)[:size]
+
+        for depth, (level, carrier) in enumerate(zip(self._among, carriers, strict=True)):
+            length //= level.slices
+            dealt = sums.unflatten(1, (level.slices, length))
+            work, rows = carrier.deal(dealt, level.counts, functools.partial(room, depth))
+            yield
+            carrier.wait(work)
+            first += level.position % level.slices * length
+            if carrier.in_place and depth + 1 == len(self._among):
+                sums = target[None, first - bucket.begin :][:, :length]
+            else:
+                sums = room(depth, "sum", len(level.groups) * length).view(-1, length)
+            for total, its_stretches in zip(sums, row.stretches[depth], strict=True):
+                fold_stretches(total, rows, its_stretches, first, spare=True)
+        mean = over(sums[0])
+        for depth, (level, carrier) in reversed(list(enumerate(zip(self._among, carriers, strict=True)))):
+            if level.slices == 1:
+                continue
+            begin, length = first - bucket.begin - level.position * len(mean), level.slices * len(mean)
+            if depth == 0 or carrier.in_place:
+                whole = target[begin : begin + length]
+            else:
+                whole = room(depth, "whole", length, own=True)
+            work = carrier.gather(whole, mean)
+            yield
+            carrier.wait(work)
+            mean, first = whole, bucket.begin + begin
+        yield mean
+
+    def unpacked(self, layout: Layout) -> Vector:
+        """The gradients of all parameters, where they came."""
+        total: Vector = [None] * len(self._like)
+        for number, row in enumerate(layout.rows):
+            target = self._target(layout, number)
+            for index in row.places:
+                total[index] = self._home(target, row, index)
+        return total
+
+    def _packed(self, layout: Layout, number: int) -> torch.Tensor:
+        """The sums of this worker, a row for each."""
+        row = layout.rows[number]
+        flat = scratch(self._rooms, ("packed", row.dtype), self._own * row.size, row.dtype, self._device)
+        return flat.view(self._own, row.size)
+
+    def _target(self, layout: Layout, number: int) -> torch.Tensor:
+        """Where the mean comes: in place of what was sent, if that was one sum, as it has been sent by then."""
+        row = layout.rows[number]
+        if self._own == 1:
+            return self._packed(layout, number)[0]
+        return scratch(self._rooms, ("target", row.dtype), row.size, row.dtype, self._device)
+
+    def _home(self, flat: torch.Tensor, row: Row, index: int) -> torch.Tensor:
+        """Where a parameter's gradient lies in a sum."""
+        like = self._like[index]
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + row.places[index])
+
+    def _lay_out(self, masks: tuple[Mask, ...]) -> Layout:
+        there = [index for index in self._owned if any(mask[index] for mask in masks)]
+        rows: list[Row] = []
+        buckets: list[Bucket] = []
+        for dtype in dict.fromkeys(self._like[index].dtype for index in there):
+            sizes = {index: self._like[index].numel() for index in there if self._like[index].dtype == dtype}
+            places, cuts = self._cut(sizes, dtype.itemsize, self._slices)
+            find = functools.partial(self._sums, masks, places)
+            all_stretches = [[find(level, group) for group in level.groups] for level in self._among]
+            for begin, width in cuts:
+                end = begin + self._slices * width
+                filled = [index for index, place in places.items() if begin <= place < end]
+                buckets.append(Bucket(len(rows), begin, width, width, filled))
+            rows.append(Row(dtype, places, all_stretches, cuts[-1][0] + self._slices * cuts[-1][1]))
+        most: dict[Any, int] = {}
+        kinds = [(number % IN_FLIGHT, rows[bucket.row].dtype) for number, bucket in enumerate(buckets)]
+        for kind, bucket in zip(kinds, buckets, strict=True):
+            most[kind] = max(bucket.width, most.get(kind, 0))
+        return Layout(rows, [bucket._replace(most=most[kind]) for kind, bucket in zip(kinds, buckets, strict=True)])
+
+    def _sums(self, masks: Sequence[Mask], places: dict[int, int], level: Level, group: list[int]) -> list[Stretch]:
+        """How sums of a level are added up, by stretches of parameters that the same ones have."""
+        nodes = [level.sums[number][0] for number in group]
+        made_of = [level.sums[number][1] for number in group]
+        have = [bytes(map(max, *(masks[number] for number in of), masks[of[0]])) for of in made_of]
+        all_stretches: list[Stretch] = []
+        for there, begin, end in stretches(have, places, self._like):
+            order = [(group[into], group[source]) for into, source in added(self._replicas, nodes, there)]
+            if there:
+                all_stretches.append(Stretch(begin, end, tuple(group[at] for at in there), order))
+        return all_stretches

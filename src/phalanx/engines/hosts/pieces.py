@@ -1,0 +1,155 @@
+"""Sums between workers of several hosts, which own the same parameters: they travel in pieces, over Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from phalanx.engines.flat import Cut, Flat, Homes, levels
+from phalanx.engines.hosts.gloo import Gloo, Rendezvous
+from phalanx.engines.processes.board import Station
+from phalanx.engines.stretches import Mask, add
+from phalanx.plan.fold import covers, remaining
+from phalanx.seams import Order
+from phalanx.seams.records import Vector
+
+LEAST, MOST = 128 << 10, 1 << 20  # bytes of a slice of a piece
+PIECES = 8  # of a sum of medium size: the first travel while others are packed, at a cost per piece
+
+
+class Pieces:
+    """Implements ``engines.flat.Carrier`` over Gloo: workers send each other slices, each directly.
+
+    Parameters
+    ----------
+    gloo : Gloo
+    rank, size : int
+        This worker's position, and how many there are.
+    """
+
+    in_place = True
+
+    def __init__(self, gloo: Gloo, rank: int, size: int) -> None:
+        self._gloo, self._rank = gloo, rank
+        self._others = [other for other in range(size) if other != rank]
+
+    def deal(self, sums: torch.Tensor, counts: Sequence[int], room: Callable[..., torch.Tensor]) -> Any:
+        slices, works = sums.shape[1], list[Any]()
+        rows = [list(sums[:, self._rank % slices])] * len(counts)
+        for other in self._others:
+            received = room(f"from {other}", counts[other] * sums.shape[2]).view(counts[other], -1)
+            rows[other] = list(received)
+            works.append(self._gloo.begin_receive(received, other))
+            works.append(self._gloo.begin_send(sums[:, other % slices].contiguous(), other))
+        return works, [row for of_worker in rows for row in of_worker]
+
+    def wait(self, work: Any) -> None:
+        self._gloo.wait(work)
+
+    def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
+        works, slices = list[Any](), whole.view(-1, len(mine))
+        for other in self._others:
+            works.append(self._gloo.begin_receive(slices[other], other))
+            works.append(self._gloo.begin_send(mine, other))
+        return works
+
+
+class AddedAcross:
+    """Adds to a host's sums, as far as this worker owns them, those of other hosts.
+
+    Parameters
+    ----------
+    flat : Flat
+    carriers : sequence of Pieces
+        One for each level.
+    groups : list of list of int
+        Which sums of a host's workers are added up to each of the host's.
+    blanks : sequence of arrays
+        Shaped as the parameters' gradients, with any content; tensors, or numpy arrays.
+    """
+
+    def __init__(
+        self, flat: Flat, carriers: Sequence[Pieces], groups: Sequence[Sequence[int]], blanks: Sequence[Any]
+    ) -> None:
+        self._flat, self._carriers, self._groups, self._blanks = flat, carriers, groups, blanks
+
+    def __call__(self, masks: Sequence[Mask], vectors: Sequence[Vector | None], order: Order) -> Vector:
+        """The sum of all; ``masks`` say which gradients hosts' sums have, ``vectors`` are those of workers here."""
+
+        def fill(indices: Sequence[int], homes: Homes) -> None:
+            for index in indices:
+                found = [None if vector is None else vector[index] for vector in vectors]
+                entries = [None if entry is None else tensor_of(entry) for entry in found]
+                for home, group in zip(homes(index), self._groups, strict=True):
+                    there = tuple(at for at in group if entries[at] is not None)
+                    if there:
+                        rows = [entry if at in there else None for at, entry in enumerate(entries)]
+                        add(home, rows, order(there))
+
+        total = self._flat.total(self._carriers, masks, fill, lambda mean: mean)
+        pairs = zip(total, self._blanks, strict=True)
+        return [None if entry is None else array_of(entry, blank) for entry, blank in pairs]
+
+
+def added_across(station: Station, rendezvous: Rendezvous, gloo: Gloo) -> AddedAcross:
+    """What adds other hosts' sums to those of a worker's host; ``gloo`` connects it to its counterparts on all."""
+    blocks, rank, hosts = rendezvous.blocks, rendezvous.rank, rendezvous.hosts
+    replicas, specs = station.placement.replicas, station.plan.layout.contents.gradients
+    among = levels(replicas, blocks, rank, hosts, at_once=True)
+    flat = Flat(specs, replicas, among, in_pieces, owned=station.owned)
+    carriers = [Pieces(gloo, rank, len(blocks))] if hosts == 1 else []
+    host, position = divmod(rank, len(blocks) // hosts)
+    for name, level in zip((f"host {host}", f"position {position}"), among, strict=True) if hosts > 1 else ():
+        link = rendezvous.meet(f"worker {station.worker} {name}", level.position, level.size, station.check)
+        carriers.append(Pieces(link, level.position, level.size))
+    return AddedAcross(flat, carriers, groups(station, rendezvous), station.blanks())
+
+
+def groups(station: Station, rendezvous: Rendezvous) -> list[list[int]]:
+    """Which sums of a host's workers are added up to each of the host's."""
+    tops = remaining(station.placement.replicas, rendezvous.blocks[rendezvous.rank])
+    return [[at for at, node in enumerate(station.plan.nodes) if covers(top, node)] for top in tops]
+
+
+def in_pieces(sizes: dict[int, int], itemsize: int, slices: int) -> Cut:
+    """Where parameters begin, one after another, and pieces, which end anywhere."""
+    places, size = dict[int, int](), 0
+    for index, count in sizes.items():
+        places[index] = size
+        size += count
+    return places, chunks(size, slices, itemsize)
+
+
+def chunks(size: int, slices: int, itemsize: int) -> list[tuple[int, int]]:
+    """(begin, elements of a slice) of pieces that travel one behind the other: some arrive while others are sent."""
+    most = max(1, min(MOST, max(LEAST, size * itemsize // PIECES // slices)) // itemsize)
+    pieces: list[tuple[int, int]] = []
+    start = 0
+    while start < size:
+        width = min(most, -(-(size - start) // slices))
+        pieces.append((start, width))
+        start += slices * width
+    return pieces
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """A tensor over the memory of an array. Arrays of jax cannot be written, which torch warns of: they are copied."""
+    if isinstance(array, torch.Tensor):
+        return array
+    plain = np.asarray(array)
+    unknown = plain.dtype.name == "bfloat16"  # to torch, by numpy's name
+    words = plain.view(np.uint16) if unknown else plain
+    tensor = torch.from_numpy(words if words.flags.writeable else words.copy())
+    return tensor.view(torch.bfloat16) if unknown else tensor
+
+
+def array_of(tensor: torch.Tensor, like: Any) -> Any:
+    """A tensor as an array of the kind of ``like``, over the same memory."""
+    if isinstance(like, torch.Tensor):
+        return tensor
+    if like.dtype.name == "bfloat16":
+        return tensor.view(torch.uint16).numpy().view(like.dtype)
+    return tensor.numpy()
