@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.engines import stretches
 from phalanx.engines.hosts import pieces
+from tests.hosts.worlds import world
 
 WIDTH = 420  # a layer is more than one piece
 PLAIN, ABSENT, WEIGHED, TWICE, NOTHING, LATE, UNCOUNTED = range(7)
@@ -96,6 +97,24 @@ tried(lambda: digest({replicas}, plant={plant}, workers=4, deadline_seconds=20))
 def test_whatever_is_not_as_usual(pair, replicas):
     """Absent gradients, weights, batches in which nothing counts, odd passes, a short batch: one process's digest."""
     assert pair(CODE.format(replicas=replicas, plant=False)) == [[digest(replicas, engine="inline")]] * 2
+
+
+TWO_HOSTS = """
+from phalanx.engines.hosts import world
+from tests.hosts.test_unusual_steps import digest
+world._host = lambda: f"host {{rank // 2}}"
+rendezvous = world.World.rendezvous
+world.World.rendezvous = lambda own, blocks: told.append(rendezvous(own, blocks).hosts) or rendezvous(own, blocks)
+tried(lambda: digest(8, plant={plant}, deadline_seconds=20))
+"""
+
+
+@pytest.mark.longest
+def test_two_processes_on_each_of_two_hosts():
+    """They add up within each host first, to the digest of one process; with an addition left out to another."""
+    wanted = digest(8, engine="inline")
+    assert world(TWO_HOSTS.format(plant=False), 4) == [[2, wanted]] * 4
+    assert all(found != [2, wanted] for found in world(TWO_HOSTS.format(plant=True), 4))
 
 
 @pytest.mark.longest

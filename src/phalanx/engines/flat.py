@@ -138,7 +138,7 @@ class Layout(NamedTuple):
 def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1, *, at_once: bool = False) -> list[Level]:
     """Among whom a worker exchanges sums, in order. Each host has equally many workers, one after another.
 
-    ``at_once``: two workers with one sum each send it whole, in one round, which is as much traffic.
+    ``at_once``: two with one sum each send it whole, at the last level, in one round, which is as much traffic.
     """
     nodes = [remaining(replicas, block) for block in blocks]
     starts = [sum(map(len, nodes[:worker])) for worker in range(len(nodes))]
@@ -152,11 +152,10 @@ def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1, *,
     groups = [[at for at, (node, _) in enumerate(within) if covers(top, node)] for top in tops[host]]
     whole = [(top, [number for number, node in enumerate(every) if covers(top, node)]) for of in tops for top in of]
 
-    def level(size: int, position: int, counts: list[int], *facts: Any) -> Level:
-        return Level(size, position, 1 if at_once and counts == [1, 1] else size, counts, *facts)
-
-    within_host = level(each, position, [len(nodes[worker]) for worker in own], within, groups)
-    across = level(hosts, host, list(map(len, tops)), whole, [list(range(len(whole)))])
+    counts = [len(nodes[worker]) for worker in own], list(map(len, tops))
+    last = 1 if at_once and counts[hosts > 1] == [1, 1] else len(counts[hosts > 1])
+    within_host = Level(each, position, last if hosts == 1 else each, counts[0], within, groups)
+    across = Level(hosts, host, last, counts[1], whole, [list(range(len(whole)))])
     return [within_host] if hosts == 1 else [within_host, across]
 
 
