@@ -24,7 +24,7 @@ from phalanx.errors import (
     WorkerError,
 )
 from phalanx.frameworks.registry import digest
-from phalanx.plan import Plan
+from phalanx.plan.orders import Plan
 from phalanx.proof.diff import diff
 from phalanx.proof.difference import Difference
 from phalanx.proof.replay import Replayed, replay

@@ -16,7 +16,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.streams import supplied
 from phalanx.engines import close as close
 from phalanx.errors import UsageError
-from phalanx.plan import Audit
+from phalanx.plan.audit import Audit
 from phalanx.run.loop import Loop
 from phalanx.run.observers import shown, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown

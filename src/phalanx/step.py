@@ -20,8 +20,10 @@ from phalanx.definition.data import Columns, Share, spelled
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
-from phalanx.plan import Moment, replica_key, share_weights
 from phalanx.plan.fold import fold_values
+from phalanx.plan.keys import replica_key
+from phalanx.plan.rounds import Moment
+from phalanx.plan.shares import share_weights
 from phalanx.seams import Arithmetic, Framework, Link
 from phalanx.seams.records import Computed, Measurement, Part, Todo, Vector, Weights
 from phalanx.surroundings import interrupts

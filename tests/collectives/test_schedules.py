@@ -10,8 +10,8 @@ import pytest
 from phalanx import UsageError
 from phalanx.collectives import Transfer, schedule, spell_rounds
 from phalanx.collectives.schedules import SCHEDULES, rounds_of
-from phalanx.plan import share_bounds
 from phalanx.plan.fold import fold_values
+from phalanx.plan.shares import share_bounds
 
 COUNTS = range(1, 17)
 ALL_REDUCE = ("ordered", "ring", "naive")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.plan import Rounds
+from phalanx.plan.rounds import Rounds
 from tests import by_hand
 from tests.families import normal
 

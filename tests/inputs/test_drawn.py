@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import phalanx
-from phalanx import plan as keys
 from phalanx.definition import sampling
+from phalanx.plan import keys
 from tests.by_hand import answer
 from tests.hosts.worlds import world
 from tests.inputs.streaming import COUNT, InOrder, model

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx import plan as keys
+from phalanx.plan import keys
 
 VECTORS = {
     (0, 1, 0): "0x8b4fda8c123b3c3",

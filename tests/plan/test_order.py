@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx import plan as keys
-from phalanx.plan import ALGORITHM, Plan, epoch_orders
+from phalanx.plan import keys
+from phalanx.plan.orders import ALGORITHM, Plan, epoch_orders
 
 VECTORS = {
     "splitmix64-argsort-1": {

@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan import (
-    Plan,
-    evaluation_key,
-    evaluation_sample_key,
-    replica_key,
-    steps_per_epoch,
-)
+from phalanx.plan.keys import evaluation_key, evaluation_sample_key, replica_key
+from phalanx.plan.orders import Plan, steps_per_epoch
 
 LOW = 2**32 - 1
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan import share_bounds, share_weights
+from phalanx.plan.shares import share_bounds, share_weights
 
 MOST_SAMPLES = 40
 MOST_REPLICAS = 17

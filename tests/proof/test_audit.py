@@ -8,7 +8,7 @@ import torch
 import phalanx
 from phalanx.engines.twice import Twice, checksum
 from phalanx.frameworks.torch import arithmetic
-from phalanx.plan import Audit, joined
+from phalanx.plan.audit import Audit, joined
 from phalanx.seams.records import Computed
 from tests.engines.deaths import Trapped, sprung
 from tests.families import FAMILIES

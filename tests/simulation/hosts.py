@@ -21,8 +21,8 @@ from phalanx.definition.described import CODE, OPTIONS
 from phalanx.definition.evaluation import Evaluation
 from phalanx.engines.hosts import beacon, driver, gloo, members, stores, world
 from phalanx.errors import PhalanxError
-from phalanx.plan import Rounds
 from phalanx.plan.membership import quorum
+from phalanx.plan.rounds import Rounds
 from phalanx.run.loop import Loop
 from phalanx.seams import Observer
 from phalanx.seams.records import RunState

@@ -20,9 +20,9 @@ from phalanx.engines.processes import driver, pool, worker
 from phalanx.engines.recovery import failures, supervisor
 from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import RunError, WorkerError
-from phalanx.plan import Rounds
 from phalanx.plan.fold import place
 from phalanx.plan.lifecycle import OWN
+from phalanx.plan.rounds import Rounds
 from phalanx.seams.records import RunState
 from phalanx.shared import counters, layout, state
 from tests.simulation.machine import Dealer, Machine, sequence

@@ -20,8 +20,8 @@ import torch
 from phalanx.backend.memory import SLOT, GroupMemory
 from phalanx.backend.progress import Steps
 from phalanx.errors import PeerError, UsageError
-from phalanx.plan import share_bounds
 from phalanx.plan.fold import fold_values
+from phalanx.plan.shares import share_bounds
 from phalanx.shared.memory import order
 
 Tensors = Sequence[torch.Tensor]

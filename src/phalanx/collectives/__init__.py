@@ -18,7 +18,7 @@ import torch
 from phalanx.collectives.schedules import ALGORITHMS, Transfer, schedule, spell_rounds
 from phalanx.definition import checks
 from phalanx.errors import UsageError
-from phalanx.plan import share_bounds
+from phalanx.plan.shares import share_bounds
 from phalanx.surroundings import interrupts
 
 __all__ = [

@@ -27,7 +27,9 @@ from phalanx.definition.data import READING, Columns, Drawn, Samples, Share, Sou
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import content
 from phalanx.errors import UsageError
-from phalanx.plan import Indices, evaluation_sample_key, share_bounds
+from phalanx.plan.keys import evaluation_sample_key
+from phalanx.plan.orders import Indices
+from phalanx.plan.shares import share_bounds
 
 EVALUATION = "evaluation data"
 WHOLE_BYTES = 1 << 18  # of a column that is compared whole

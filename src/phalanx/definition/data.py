@@ -13,7 +13,8 @@ from typing import Any
 from phalanx.definition import checks
 from phalanx.definition.checks import answering, check_numpy
 from phalanx.errors import UsageError, safe_str
-from phalanx.plan import Indices, share_bounds
+from phalanx.plan.orders import Indices
+from phalanx.plan.shares import share_bounds
 
 READING = "while phalanx was reading sample"
 FORMS = "pass a tuple or dict of arrays, a list of samples or a map-style dataset"

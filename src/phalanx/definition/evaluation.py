@@ -22,8 +22,9 @@ from phalanx.definition.joining import joined
 from phalanx.definition.plain import hashed
 from phalanx.definition.reachable import held_by
 from phalanx.errors import UsageError
-from phalanx.plan import Plan, evaluation_key
 from phalanx.plan.fold import fold_values
+from phalanx.plan.keys import evaluation_key
+from phalanx.plan.orders import Plan
 
 Home = Callable[[Any], Any]  # copies a leaf of an output into host memory
 EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"

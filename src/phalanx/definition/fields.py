@@ -18,7 +18,8 @@ from phalanx.definition.checks import VERBS, answering
 from phalanx.definition.data import Columns, Samples, Stream, open_data
 from phalanx.definition.sampling import Batches, BatchPlan, WeightedPlan, bounds_of, checked_weights
 from phalanx.errors import UsageError
-from phalanx.plan import Plan, Rounds, steps_per_epoch
+from phalanx.plan.orders import Plan, steps_per_epoch
+from phalanx.plan.rounds import Rounds
 
 EXAMPLE = "phalanx.Phase(loss_fn, parameters='generator', optimizer=make_optimizer)"
 DEFAULT_LR = 1e-3

@@ -21,7 +21,8 @@ from phalanx.definition import checks
 from phalanx.definition.plain import hashed
 from phalanx.definition.reachable import differences, reachable, values
 from phalanx.errors import UsageError
-from phalanx.plan import MASK32, Indices, splitmix64
+from phalanx.plan.keys import MASK32, splitmix64
+from phalanx.plan.orders import Indices
 from phalanx.surroundings.interrupts import guarded
 from phalanx.surroundings.turns import ALONE
 

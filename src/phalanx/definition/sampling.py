@@ -22,7 +22,8 @@ import numpy as np
 
 from phalanx.definition import checks
 from phalanx.errors import UsageError, safe_str
-from phalanx.plan import DRAW_STREAM, SAMPLE_STREAM, SAMPLER_STREAM, Indices, Outputs, Plan, Seeded, key, outputs
+from phalanx.plan.keys import DRAW_STREAM, SAMPLE_STREAM, SAMPLER_STREAM, key
+from phalanx.plan.orders import Indices, Outputs, Plan, Seeded, outputs
 
 MOST_BATCHES = 1_000_000  # in an epoch, beside one for each sample: a generator that yields more has no end
 MANTISSA = 53  # bits of a float's

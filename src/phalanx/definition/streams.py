@@ -24,7 +24,7 @@ from phalanx.definition.data import Drawn, Stream, is_array
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import Each, check_like, encoded, hashed, taking_over
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, WorkerError, safe_str
-from phalanx.plan import buffer_slot, iterable_key, stream_sample_key
+from phalanx.plan.keys import buffer_slot, iterable_key, stream_sample_key
 from phalanx.surroundings import interrupts
 
 STATE = "data.stream"  # its name among the states of callbacks, which have names of classes

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.definition.checks import answer
 from phalanx.errors import UsageError
-from phalanx.plan import Moment
+from phalanx.plan.rounds import Moment
 from phalanx.seams import Framework
 from phalanx.seams.records import Vector
 

@@ -20,7 +20,8 @@ from phalanx.definition.fields import Definition, unpacked
 from phalanx.engines.processes.messages import DriverChannel, sendable
 from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack, unpack_bytes
 from phalanx.frameworks.registry import reading, reduced_sample, starting
-from phalanx.plan import Indices, replica_key
+from phalanx.plan.keys import replica_key
+from phalanx.plan.orders import Indices
 from phalanx.shared.inputs import Inputs, Ring
 from phalanx.shared.memory import Memory
 from phalanx.surroundings.presence import CURRENT

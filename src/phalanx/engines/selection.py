@@ -26,7 +26,7 @@ from phalanx.engines.readers import ahead_here
 from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.registry import as_factory, open_framework
-from phalanx.plan import Audit
+from phalanx.plan.audit import Audit
 from phalanx.plan.fold import Placement, place
 from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Engine, Framework

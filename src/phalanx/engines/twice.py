@@ -32,7 +32,8 @@ from phalanx.definition.evaluation import Metrics, differing
 from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import Place, differences, holding, put_back, values
 from phalanx.errors import CorruptionError, PhalanxError, StateError, spell_samples
-from phalanx.plan import Audit, evaluation_key, joined
+from phalanx.plan.audit import Audit, joined
+from phalanx.plan.keys import evaluation_key
 from phalanx.seams import Arithmetic, Framework, Link
 from phalanx.seams.records import Captured, Computed, Measurement, Todo, Watch, Weights, packed
 from phalanx.step import Proposal, compute, measure, propose, todo

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.plan import share_weights
 from phalanx.plan.fold import fold_mean
+from phalanx.plan.shares import share_weights
 from phalanx.shared.layout import Spec
 
 Gradient = list[Any]  # jax arrays, which nobody can write, or numpy arrays that may be written

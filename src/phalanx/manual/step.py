@@ -32,7 +32,7 @@ from phalanx.frameworks.torch.replica.forward import AmbiguousMean, as_tensors, 
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.manual.replicas import ORDERED, average, tensors_of
-from phalanx.plan import share_bounds, share_weights
+from phalanx.plan.shares import share_bounds, share_weights
 from phalanx.seams.records import Computed, Part, Todo, losses_of, with_losses
 from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
 from phalanx.surroundings import interrupts

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from phalanx.plan import share_bounds
+from phalanx.plan.shares import share_bounds
 
 T = TypeVar("T")
 Node = tuple[int, int]  # (level, index) in the fold's tree

@@ -23,7 +23,7 @@ from phalanx.definition.streams import supplied
 from phalanx.engines.alone import alone
 from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
-from phalanx.plan import joined
+from phalanx.plan.audit import joined
 from phalanx.run.loop import merged
 from phalanx.run.observers import shown
 from phalanx.seams import Framework

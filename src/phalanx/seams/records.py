@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from phalanx.definition.data import Share
-from phalanx.plan import Audit, Rounds
+from phalanx.plan.audit import Audit
 from phalanx.plan.lifecycle import MOST
+from phalanx.plan.rounds import Rounds
 
 MOST_KEPT = 1024  # as many steps as workers may be ahead of a process
 Vector = list[Any]

@@ -23,8 +23,8 @@ from phalanx.engines.flat import Flat, Homes, levels
 from phalanx.engines.processes.board import CHECK_STEPS, Shared, Station
 from phalanx.frameworks.torch.accelerators import watched
 from phalanx.frameworks.torch.arithmetic import copy_all
-from phalanx.plan import share_weights
 from phalanx.plan.fold import Fold
+from phalanx.plan.shares import share_weights
 from phalanx.seams.records import Part, Vector, losses_of, with_losses
 from phalanx.shared.state import CopiedShard
 

@@ -30,8 +30,8 @@ from phalanx.engines.reading import taken
 from phalanx.engines.twice import Twice
 from phalanx.errors import LostError, Trouble, UsageError
 from phalanx.frameworks.registry import open_framework, starting
-from phalanx.plan import share_bounds
 from phalanx.plan.lifecycle import next_snapshot
+from phalanx.plan.shares import share_bounds
 from phalanx.seams import Framework
 from phalanx.seams.records import Todo, Weights
 from phalanx.shared.counters import BATCH, LEAVE, STEPS, Barrier

@@ -25,7 +25,7 @@ from phalanx.frameworks.jax.optimizer import Update
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.state import Trees, named, parted, placed, replaced
 from phalanx.frameworks.jax.state import state_of as state_of
-from phalanx.plan import Parts
+from phalanx.plan.shares import Parts
 from phalanx.seams.records import Computed, Exported, Watch, Weights
 
 REFUSED = {

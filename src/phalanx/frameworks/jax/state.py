@@ -13,7 +13,7 @@ from jax import tree_util
 
 from phalanx.errors import UsageError
 from phalanx.frameworks.arrays import State
-from phalanx.plan import MASK32
+from phalanx.plan.keys import MASK32
 
 ALONE = "params"  # the name of a tree that is one array
 BESIDE = "state."  # before the names of what a model keeps beside its parameters, in a snapshot

@@ -23,7 +23,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.arrays import NUMBERLESS, Functions, check_leaf
 from phalanx.frameworks.tinygrad.devices import RANDOM, kept, put_back
 from phalanx.frameworks.tinygrad.model import Model, owned, plain, write
-from phalanx.plan import MASK32
+from phalanx.plan.keys import MASK32
 from phalanx.seams.records import Computed
 from phalanx.surroundings.presence import outside as no_step
 

@@ -30,7 +30,7 @@ from phalanx.frameworks.torch.arithmetic import Gradient, spec_of
 from phalanx.frameworks.torch.norm import norm_of_pieces
 from phalanx.frameworks.torch.replica.buffers import LOOKED
 from phalanx.frameworks.torch.schedules import EXAMPLE, Named, Schedules
-from phalanx.plan import update_key
+from phalanx.plan.keys import update_key
 from phalanx.seams.records import Training
 from phalanx.shared.layout import Spec
 

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from phalanx.definition import checks, generators
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError, safe_str
-from phalanx.plan import update_key
+from phalanx.plan.keys import update_key
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 EXAMPLE = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)"

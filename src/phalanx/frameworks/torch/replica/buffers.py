@@ -29,8 +29,8 @@ from phalanx.definition.fields import matches
 from phalanx.definition.plain import inexact
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import WHOLE, bytes_of, checksum, copy_all, is_dense, same_bytes
-from phalanx.plan import share_weights
 from phalanx.plan.fold import fold_mean
+from phalanx.plan.shares import share_weights
 
 Left = list[torch.Tensor]  # all buffers that are not None, as a forward pass left them
 LAST = 2  # the update, of those of a phase, in which a queue is refused

@@ -21,7 +21,7 @@ from phalanx.definition.data import Columns, Samples, Share, Source, map_tree
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch.accelerators import can_pin
 from phalanx.frameworks.torch.environment import StaticShapes
-from phalanx.plan import Indices
+from phalanx.plan.orders import Indices
 from phalanx.seams.records import Todo
 from phalanx.shared.layout import row_major
 from phalanx.surroundings import interrupts

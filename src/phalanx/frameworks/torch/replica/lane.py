@@ -25,7 +25,7 @@ from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.watching import watching
 from phalanx.frameworks.torch.results import Shown
-from phalanx.plan import Parts
+from phalanx.plan.shares import Parts
 from phalanx.seams.records import Computed, Measurement, Named, Todo, Watch, Weights
 from phalanx.surroundings import interrupts
 
