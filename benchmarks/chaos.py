@@ -27,7 +27,7 @@ import torch
 import tqdm
 
 import phalanx
-from phalanx.proof import chaos, falls
+from phalanx.lab import chaos, falls
 from tests.exactness.test_phases import recipe as with_phases
 from tests.families import ADAMW, FAMILIES
 

@@ -5,6 +5,8 @@ Start reading at ``recipe``: ``Recipe.train`` -> ``run`` -> ``engines.inline`` -
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from phalanx import callbacks as callbacks
 from phalanx import testing as testing
 from phalanx.checkpoint.resume import Loaded, load
@@ -34,7 +36,9 @@ from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.seams.records import Evaluated, Incident, StepReport
 from phalanx.surroundings.presence import current_epoch, current_step
-from phalanx.tuning import find_lr, tune
+
+if TYPE_CHECKING:
+    from phalanx.lab.tuning import find_lr, tune
 
 __version__ = "0.1.0"
 
@@ -77,3 +81,12 @@ __all__ = [
     "weighted",
     "whole",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names of ``lab``, which nothing else here needs: it is imported when somebody asks."""
+    if name in ("find_lr", "tune"):
+        from phalanx.lab import tuning
+
+        return getattr(tuning, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.engines.devices.timing import measured
-from phalanx.proof.check import DIFFERENT, SAME, UNKNOWN, check, circumstances, verdict
+from phalanx.lab.check import DIFFERENT, SAME, UNKNOWN, check, circumstances, verdict
+from phalanx.lab.timing import measured
 from phalanx.proof.verify import certify, check_certificate, verify
 from tests import accelerator
 from tests.devices.planting import Planted

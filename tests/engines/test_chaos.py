@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from phalanx.proof import chaos
+from phalanx.lab import chaos
 from tests.families import ADAMW, FAMILIES
 
 FILE = """

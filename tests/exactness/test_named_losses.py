@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import phalanx
 from phalanx import step
 from phalanx.callbacks import Log
-from phalanx.cli import pages
+from phalanx.lab import pages
 from tests.engines.deaths import Trapped, sprung
 from tests.families import FAMILIES, mlp, normal
 from tests.sampling import sample

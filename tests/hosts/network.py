@@ -1,4 +1,4 @@
-"""Hosts on one machine as ``phalanx.proof.network`` makes them, and processes on them."""
+"""Hosts on one machine as ``phalanx.lab.network`` makes them, and processes on them."""
 
 import contextlib
 import itertools
@@ -10,8 +10,8 @@ import tempfile
 import threading
 import time
 
-from phalanx.proof import network
-from phalanx.proof.network import why_not
+from phalanx.lab import network
+from phalanx.lab.network import why_not
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SECONDS = 300

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.cli.common import load_recipe
 from phalanx.definition.plain import hashed
-from phalanx.proof import falls
+from phalanx.lab import falls
 from tests.state.runs import ROOT
 
 JOB = f"{ROOT}/tests/hosts/campaign_job.py"

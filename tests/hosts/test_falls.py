@@ -16,7 +16,7 @@ import pytest
 
 import phalanx
 from phalanx.checkpoint.directory import newest_step
-from phalanx.cli import pages
+from phalanx.lab import pages
 from tests.families import FAMILIES
 from tests.hosts.network import ROOT, Network, descendants, output, strike, until, why_not
 from tests.hosts.worlds import free_port

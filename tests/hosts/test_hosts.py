@@ -15,9 +15,9 @@ import torch
 
 import phalanx
 from phalanx.checkpoint.tensors import packed, unpacked
+from phalanx.engines.flat import stretches
 from phalanx.engines.hosts.driver import Distributed
 from phalanx.engines.hosts.pieces import chunks
-from phalanx.engines.stretches import stretches
 from phalanx.errors import SeveredError
 from phalanx.plan.fold import added, hosts, remaining
 from tests.families import FAMILIES

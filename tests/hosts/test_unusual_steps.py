@@ -9,7 +9,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.engines import stretches
+from phalanx.engines import flat
 from phalanx.engines.hosts import pieces
 from tests.hosts.worlds import world
 
@@ -70,8 +70,8 @@ def batches():
 
 def planted(make):
     """The model; in a worker, the last of the additions of partial sums is left out."""
-    add = stretches.add
-    pieces.add = stretches.add = lambda target, parts, order, **how: add(target, parts, order[:-1], **how)  # planted
+    add = flat.add
+    pieces.add = flat.add = lambda target, parts, order, **how: add(target, parts, order[:-1], **how)  # planted
     return make()
 
 

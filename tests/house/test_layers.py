@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "recipe",
         "proof",
         "testing",
-        "tuning",
+        "lab",
     ),
     "proof": (
         "plan",
@@ -56,7 +56,18 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "surroundings",
     ),
     "testing": ("proof", "recipe"),
-    "tuning": ("frameworks", "recipe", "run", "surroundings"),
+    "lab": (
+        "callbacks",
+        "checkpoint",
+        "definition",
+        "engines",
+        "frameworks",
+        "proof",
+        "recipe",
+        "run",
+        "seams",
+        "surroundings",
+    ),
     "cli": (
         "",
         "callbacks",
@@ -67,7 +78,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "recipe",
         "run",
         "proof",
-        "tuning",
+        "lab",
         "surroundings",
     ),
     "__main__": ("cli",),
@@ -91,13 +102,17 @@ APART = (
     ("engines.processes", "engines.selection"),
 )
 
+# What the core can do without. Only the front may name them, in functions, so that they are imported when asked for.
+SATELLITES = "backend", "collectives", "frameworks.tinygrad", "lab", "manual"
+FRONT = "phalanx", "phalanx.testing", "phalanx.cli"
+
 # Who may import optional packages and picklers, at the top of a file or inside. For frameworks test_rooms has a table.
 HOMES = {
     "matplotlib": ("run.plots",),
-    "tqdm": ("run.observers", "proof.verify", "tuning"),
+    "tqdm": ("run.observers", "proof.verify", "lab.tuning"),
     "typer": ("cli",),
     "rich": ("cli",),
-    "sklearn": ("cli.digits",),
+    "sklearn": ("lab.digits",),
     "runpy": ("cli",),
     "pickle": ("engines.processes", "frameworks.torch.record"),
     "cloudpickle": ("engines.processes",),
@@ -206,6 +221,48 @@ def test_imports_follow_the_table():
     """Every room imports only what the table of rooms allows, so imports point down."""
     wrong = [text for name in reading.modules() for text in wrong_imports(name, reading.module_imports(name))]
     assert not wrong, "\n".join(wrong)
+
+
+def satellites(name: str, tree: ast.Module, found: list[reading.Import]) -> list[str]:
+    """Imports of satellites: of a module of the core all of them, of the front those outside of functions."""
+    whole = [f"{reading.PACKAGE}.{room}" for room in SATELLITES]
+    if any(reading.is_within(name, room) for room in whole):
+        return []
+    lazy = {
+        line
+        for function in ast.walk(tree)
+        if isinstance(function, reading.Function)
+        for node in ast.walk(function)
+        for line in range(getattr(node, "lineno", 0), getattr(node, "end_lineno", 0) + 1)
+    }
+    front = name == reading.PACKAGE or any(reading.is_within(name, room) for room in FRONT[1:])
+    return [
+        f"{name}:{line} imports {target}"
+        for target, line, typing_only in found
+        if any(reading.is_within(target, room) for room in whole)
+        if not front or not (typing_only or line in lazy)
+    ]
+
+
+def test_the_core_knows_no_satellite():
+    """Nothing but the front names what the core can do without, and the front imports it in functions only."""
+    wrong = [
+        text
+        for name, path in reading.modules().items()
+        for text in satellites(name, reading.parsed(path), reading.module_imports(name))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_satellite_in_the_core_is_seen():
+    """In a function of the core, too; of the front only outside of functions."""
+    source = "from phalanx.lab import pages\ndef f():\n    from phalanx.lab import pages\n"
+    found = list(reading.imports("phalanx.step", ast.parse(source), frozenset({"phalanx.lab", "phalanx.lab.pages"})))
+    lines = [
+        [text.split()[0] for text in satellites(name, ast.parse(source), found)] for name in ("phalanx.step", *FRONT)
+    ]
+    assert lines[0] == ["phalanx.step:1", "phalanx.step:3"]
+    assert lines[1:] == [[f"{name}:1"] for name in FRONT]
 
 
 def test_the_table_names_what_exists():

@@ -25,15 +25,14 @@ OWN_ROOMS: dict[str, tuple[str, str]] = {
     "manual": ("torch", "one writes torch by hand there"),
     "engines/devices": ("torch", "devices exchange through torch.distributed, as torch's tensors"),
     "engines/hosts": ("torch", "hosts talk through Gloo and the store of torch.distributed"),
-    "engines/stretches.py": ("torch", "rows of sums that travel are torch's tensors"),
+    "engines/flat.py": ("torch", "rows of sums that travel are torch's tensors"),
     "surroundings/presence.py": ("torch", "asks torch.distributed"),
     "callbacks": ("torch", "averages are torch's, and TensorBoard and the profiler are its own"),
-    "cli": ("torch", "the demo is a recipe"),
+    "lab": ("torch", "the demo is a recipe, rates are those of torch's groups, and an exchange is timed"),
 }
 # Who else does, and why: what stands here is to become fewer.
 NAMED: dict[str, tuple[str, str]] = {
     "frameworks/registry.py": ("jax tinygrad torch", "the table of those that are built in"),
-    "tuning.py": ("torch", "its rates are those of torch's parameter groups"),
 }
 
 

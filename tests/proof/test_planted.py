@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.checkpoint.chain import records_of
 from phalanx.engines.alone import Folded
+from phalanx.lab.check import check
 from phalanx.plan.audit import Audit
-from phalanx.proof.check import check
 from tests.families import Circumstances, Terms, terms
 from tests.proof.faults import BIT, Fault, add_in_turn, flip
 from tests.proof.jobs import REPLICAS, SGD, STEPS, Net, X, Y, dealt, mlp, ran, recipe

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import phalanx
 from phalanx.checkpoint.chain import CHAIN, records_of
-from phalanx.cli import pages, sweeps
 from phalanx.cli.app import app
+from phalanx.lab import pages, sweeps
 from phalanx.proof.instant import whole
 from tests.proof.jobs import ran, recipe
 

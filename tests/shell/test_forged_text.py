@@ -13,8 +13,8 @@ import pytest
 import phalanx
 from phalanx.checkpoint.chain import CHAIN, records_of
 from phalanx.checkpoint.directory import LOG, events
-from phalanx.cli import pages
-from phalanx.cli.sweeps import rows_of
+from phalanx.lab import pages
+from phalanx.lab.sweeps import rows_of
 from phalanx.run import plots
 from phalanx.run.observers import ProgressBar
 from phalanx.seams.records import Evaluated, RunState, StepReport

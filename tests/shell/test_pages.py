@@ -16,10 +16,10 @@ from phalanx.callbacks import SaveBest
 from phalanx.checkpoint.chain import CHAIN
 from phalanx.checkpoint.directory import LOG, events
 from phalanx.checkpoint.tensors import read_weights
-from phalanx.cli import pages
-from phalanx.cli.sweeps import rows_of
+from phalanx.lab import pages
+from phalanx.lab.sweeps import rows_of
+from phalanx.lab.tuning import Choice, Rates, Tuned
 from phalanx.run import plots
-from phalanx.tuning import Choice, Rates, Tuned
 from tests.callbacks.jobs import HELD_OUT, TARGETS, accuracy, evaluation, recipe
 from tests.shell.test_proofs import JOB
 

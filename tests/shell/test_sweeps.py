@@ -8,7 +8,7 @@ import pytest
 import phalanx
 from phalanx.checkpoint.directory import LOG
 from phalanx.cli.common import load_recipe
-from phalanx.cli.sweeps import rows_of
+from phalanx.lab.sweeps import rows_of
 
 JOB = """
 import torch, phalanx

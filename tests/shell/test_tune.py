@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.tuning import Choice, Tuned, advised, candidates
+from phalanx.lab.tuning import Choice, Tuned, advised, candidates
 from tests.families import FAMILIES
 from tests.shell.test_command_line import phalanx_command
 

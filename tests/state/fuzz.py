@@ -25,8 +25,8 @@ from phalanx.checkpoint.chain import BEGINNING, CHAIN, LINK, Links, line_after, 
 from phalanx.checkpoint.chained import NEXT
 from phalanx.checkpoint.directory import BATCH
 from phalanx.checkpoint.directory import LOG as EVENTS
-from phalanx.cli import pages, sweeps
 from phalanx.definition.digest import leaf_hash
+from phalanx.lab import pages, sweeps
 from phalanx.proof.verify import certify, check_certificate
 from tests.state.runs import NEWER, folder_of
 

@@ -9,8 +9,8 @@ import pytest
 
 import phalanx
 from phalanx.checkpoint import snapshot, tensors
-from phalanx.cli import pages
 from phalanx.definition.digest import leaf_hash
+from phalanx.lab import pages
 from phalanx.seams.records import Captured
 from tests.state.fuzz import mutated
 from tests.state.runs import NEWER, contents, folder_of, norm_recipe, reheaded, sealed

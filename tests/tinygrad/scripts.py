@@ -10,7 +10,7 @@ from tests.state.runs import ROOT
 SCRIPT = """
 import contextlib, dataclasses, io, json, re, sys
 from phalanx.cli.app import list_devices
-from phalanx.proof.check import SAME, check, circumstances, verdict
+from phalanx.lab.check import SAME, check, circumstances, verdict
 from tinygrad import helpers
 asking, helpers.DEV.value, *orders = sys.argv[1:]
 

@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -27,18 +27,20 @@ from phalanx.callbacks.best import best_in
 from phalanx.checkpoint.named import state_dict_of
 from phalanx.checkpoint.resume import ANYWAY, read_any
 from phalanx.checkpoint.tensors import read_file, states_in, write_file
-from phalanx.cli import pages, proving, sweeps
+from phalanx.cli import proving
 from phalanx.cli.common import Arguments, File, Json, Plot, echo, load_recipe, plain, save, show
 from phalanx.cli.jobs import number
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
 from phalanx.errors import CorruptionError, PeersLostError, PhalanxError, Preempted, UsageError
 from phalanx.frameworks.registry import all_devices
-from phalanx.proof.chaos import Trial, campaign
 from phalanx.recipe import Recipe
 from phalanx.run.result import Result
 from phalanx.surroundings.presence import rank
-from phalanx.tuning import Tuned, tune
+
+if TYPE_CHECKING:
+    from phalanx.lab.chaos import Trial
+    from phalanx.lab.tuning import Tuned
 
 EXIT_RUN, EXIT_INTERRUPTED = 1, 130
 EXITS = {UsageError: 2, PeersLostError: 3, CorruptionError: 4, Preempted: 75}
@@ -151,7 +153,7 @@ def demo(
     Draws a picture of loss and accuracy.
     """
     checks.choice("NAME", name, ("digits",))
-    from phalanx.cli import digits
+    from phalanx.lab import digits
 
     try:
         recipe, evaluation = digits.demo()
@@ -179,6 +181,8 @@ def chaos(
 
     Exit code 1 if a digest differs or anything is left behind.
     """
+    from phalanx.lab.chaos import campaign
+
     recipe, *_ = load_recipe(file, arguments or ())
     if workers > recipe.replicas:
         raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
@@ -197,7 +201,7 @@ def chaos(
 
 def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts: int, *, json_: bool) -> None:
     """Strike hosts, and print what came of it."""
-    from phalanx.proof import falls
+    from phalanx.lab import falls
 
     if hosts > min(given["workers"], recipe.replicas):
         raise UsageError(f"--hosts is {hosts}, but --workers is {given['workers']}; each host has at least one")
@@ -231,6 +235,8 @@ def tune_recipe(
 
     Replicas and threads are part of the answer: with others, a recipe ends in other weights.
     """
+    from phalanx.lab.tuning import tune
+
     recipe, *_ = load_recipe(file, arguments or ())
     tuned = tune(recipe, seconds, progress=False if json_ else "auto")
     if plot:
@@ -282,6 +288,8 @@ def report_runs(
     Of several runs the best one is marked: by the metric of SaveBest, else the first whose name says what is better,
     else the loss.
     """
+    from phalanx.lab import pages
+
     rows = pages.report([pathlib.Path(run) for run in runs], pathlib.Path(to))
     many = len(rows) > pages.MOST_BESIDE
     show({"runs": rows, "report": to}, [*(pages.short if many else pages.lines)(rows), ["report", to]], json_=json_)
@@ -297,6 +305,8 @@ def list_runs(
     The best has the best value of the metric of SaveBest, else of the first metric of which the name says whether more
     is better, else the lowest loss.
     """
+    from phalanx.lab import sweeps
+
     rows = sweeps.rows_of(pathlib.Path(folder))
     show(rows, sweeps.table(rows), json_=json_)
 

@@ -14,7 +14,6 @@ from typing import Any
 from phalanx.cli.common import load_recipe
 from phalanx.definition.plain import hashed
 from phalanx.errors import PhalanxError
-from phalanx.proof.falls import ENOUGH, HOLD, SNAPSHOT_EVERY
 
 PACE, HELD = 0.05, 0.5  # seconds that a step takes at least; and while a host is down, so that the run does not end
 
@@ -24,8 +23,8 @@ class StepPrinter:
 
     everywhere = True
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._hold, self._enough = folder / HOLD, folder / ENOUGH
+    def __init__(self, hold: pathlib.Path, enough: pathlib.Path) -> None:
+        self._hold, self._enough = hold, enough
         self._run: Any = None
         self._heard = 0
 
@@ -51,14 +50,16 @@ def tell(**facts: Any) -> None:
 
 def main() -> None:
     """Train, and tell how it ended."""
+    from phalanx.lab.falls import ENOUGH, HOLD, SNAPSHOT_EVERY
+
     given = json.loads(sys.argv[1])
     folder = pathlib.Path(given["folder"])
     recipe, evaluation, _ = load_recipe(given["file"], given["arguments"])
     try:
         result = recipe.train(
-            engine="distributed", evaluation=evaluation, callbacks=[StepPrinter(folder)], progress=False,
-            run_dir=folder / "run", snapshot_every=SNAPSHOT_EVERY, lost_after=given["lost_after"],
-            workers=given["workers"],
+            engine="distributed", evaluation=evaluation, workers=given["workers"], progress=False,
+            callbacks=[StepPrinter(folder / HOLD, folder / ENOUGH)], lost_after=given["lost_after"],
+            run_dir=folder / "run", snapshot_every=SNAPSHOT_EVERY,
         )  # fmt: skip
     except PhalanxError as error:
         tell(error=type(error).__name__, why=str(error))

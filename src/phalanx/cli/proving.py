@@ -25,7 +25,6 @@ import typer
 from phalanx.checkpoint.chained import source_hash
 from phalanx.cli.common import Arguments, File, Json, echo, load_recipe, located, show, writing
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.proof import check as checked
 from phalanx.proof.diff import diff as compare
 from phalanx.proof.replay import replay
 from phalanx.proof.sides import section, side
@@ -129,6 +128,8 @@ def check_recipe(
 
     Exit status 0 if all is the same, 1 if something differs, 2 if that could not be told.
     """
+    from phalanx.lab import check as checked
+
     recipe, *_ = load_recipe(file, arguments or ())
     if into:  # the new process
         recipe = dataclasses.replace(recipe, steps=steps, epochs=None)

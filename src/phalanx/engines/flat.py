@@ -11,15 +11,17 @@ with their slices, over the network: 2 N (H - 1) / H elements for a host, where 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from phalanx.engines.stretches import PATTERNS, Mask, Stretch, fold_stretches, scratch, stretches
 from phalanx.plan.fold import Node, added, covers, remaining
 from phalanx.seams.records import Vector
 from phalanx.shared.layout import Spec
+
+Mask = bytes  # one byte per parameter: whether it has a gradient
+PATTERNS = 64  # cached sets of present gradients
 
 # Buckets with rooms of their own for what comes and for sums. A bucket's all-to-all is begun before the fold of the one
 # ahead of it is, and after the all-gather of the one before that. Collectives of one kind follow one another, and that
@@ -27,6 +29,7 @@ from phalanx.shared.layout import Spec
 IN_FLIGHT = 2
 Journey = Iterator[Any]  # of a bucket: something is under way after each step; the last one gives all slices
 Homes = Callable[[int], list[torch.Tensor]]  # of a parameter: where its gradient lies in each of this worker's sums
+Room = Callable[..., torch.Tensor]
 Fill = Callable[[Sequence[int], Homes], None]
 Cut = tuple[
     dict[int, int], list[tuple[int, int]]
@@ -44,7 +47,7 @@ class Carrier(Protocol):
 
     in_place: bool
 
-    def deal(self, sums: torch.Tensor, counts: Sequence[int], room: Callable[..., torch.Tensor]) -> Any:
+    def deal(self, sums: torch.Tensor, counts: Sequence[int], room: Room) -> Any:
         """Begin to send ``sums[:, slice]`` to each worker; returns a work, and the rows that come, in workers' order.
 
         ``counts``: the sums that each of them has. ``room(name, size)`` gives memory, which other buckets use later;
@@ -83,6 +86,15 @@ class Level(NamedTuple):
     counts: list[int]
     sums: list[tuple[Node, list[int]]]
     groups: list[list[int]]
+
+
+class Stretch(NamedTuple):
+    """A stretch of a sum: where it begins and ends, the nodes that have it, and their additions in order."""
+
+    begin: int
+    end: int
+    nodes: tuple[int, ...]
+    additions: Sequence[tuple[int, int]]
 
 
 class Row(NamedTuple):
@@ -278,40 +290,53 @@ class Flat:
         ``apart``: all buckets are under way at once, so that none shares its memory.
         """
         bucket = layout.buckets[number]
-        row, first, length = layout.rows[bucket.row], bucket.begin, self._slices * bucket.width
-        here = slice(first, first + length)
-        sums, target = self._packed(layout, bucket.row)[:, here], self._target(layout, bucket.row)[here]
+        row, here = layout.rows[bucket.row], slice(bucket.begin, bucket.begin + self._slices * bucket.width)
+        target = self._target(layout, bucket.row)[here]
 
-        def room(depth: int, name: str, size: int, *, own: bool = False) -> torch.Tensor:
+        def room(name: str, depth: int, size: int, *, own: bool = False) -> torch.Tensor:
             slot, most = (number, size) if own or apart else (number % IN_FLIGHT, size // bucket.width * bucket.most)
             return scratch(self._rooms, (name, slot, depth, row.dtype), most, row.dtype, self._device)[:size]
 
+        sums = self._packed(layout, bucket.row)[:, here]
+        total, begin = yield from self._added_up(carriers, row, bucket.begin, sums, target, room)
+        yield from self._given_to_all(carriers, over(total), begin, target, room)
+
+    def _added_up(
+        self, carriers: Sequence[Carrier], row: Row, first: int, sums: torch.Tensor, target: torch.Tensor, room: Room
+    ) -> Generator[Any, None, tuple[torch.Tensor, int]]:
+        """A slice of the sum of a bucket, which begins at ``first``, level by level; and where it begins there."""
+        begin, length = 0, sums.shape[1]
         for depth, (level, carrier) in enumerate(zip(self._among, carriers, strict=True)):
             length //= level.slices
-            dealt = sums.unflatten(1, (level.slices, length))
-            work, rows = carrier.deal(dealt, level.counts, functools.partial(room, depth))
+
+            def given(name: str, size: int, *, own: bool = False, depth: int = depth) -> torch.Tensor:
+                return room(name, depth, size, own=own)
+
+            work, rows = carrier.deal(sums.unflatten(1, (level.slices, length)), level.counts, given)
             yield
             carrier.wait(work)
-            first += level.position % level.slices * length
+            begin += level.position % level.slices * length
             if carrier.in_place and depth + 1 == len(self._among):
-                sums = target[None, first - bucket.begin :][:, :length]
+                sums = target[None, begin : begin + length]
             else:
-                sums = room(depth, "sum", len(level.groups) * length).view(-1, length)
+                sums = room("sum", depth, len(level.groups) * length).view(-1, length)
             for total, its_stretches in zip(sums, row.stretches[depth], strict=True):
-                fold_stretches(total, rows, its_stretches, first, spare=True)
-        mean = over(sums[0])
+                fold_stretches(total, rows, its_stretches, first + begin, spare=True)
+        return sums[0], begin
+
+    def _given_to_all(
+        self, carriers: Sequence[Carrier], mean: torch.Tensor, begin: int, target: torch.Tensor, room: Room
+    ) -> Journey:
+        """The whole bucket's mean, of which this worker has the slice at ``begin``."""
         for depth, (level, carrier) in reversed(list(enumerate(zip(self._among, carriers, strict=True)))):
-            if level.slices == 1:
-                continue
-            begin, length = first - bucket.begin - level.position * len(mean), level.slices * len(mean)
-            if depth == 0 or carrier.in_place:
-                whole = target[begin : begin + length]
-            else:
-                whole = room(depth, "whole", length, own=True)
-            work = carrier.gather(whole, mean)
-            yield
-            carrier.wait(work)
-            mean, first = whole, bucket.begin + begin
+            if level.slices > 1:
+                begin, length = begin - level.position * len(mean), level.slices * len(mean)
+                at_home = depth == 0 or carrier.in_place
+                whole = target[begin : begin + length] if at_home else room("whole", depth, length, own=True)
+                work = carrier.gather(whole, mean)
+                yield
+                carrier.wait(work)
+                mean = whole
         yield mean
 
     def unpacked(self, layout: Layout) -> Vector:
@@ -372,3 +397,55 @@ class Flat:
             if there:
                 all_stretches.append(Stretch(begin, end, tuple(group[at] for at in there), order))
         return all_stretches
+
+
+def scratch(
+    rooms: dict[Any, torch.Tensor], name: Any, size: int, dtype: torch.dtype, device: str = "cpu"
+) -> torch.Tensor:
+    """So many elements, with any content, in memory that ``rooms`` keeps to be used again in every step."""
+    room = rooms.get(name)
+    if room is None or room.numel() != size or room.dtype != dtype:
+        room = rooms[name] = torch.zeros(size, dtype=dtype, device=device)
+    return room
+
+
+def stretches(
+    masks: Sequence[Mask], places: dict[int, int], like: Sequence[torch.Tensor]
+) -> list[tuple[tuple[int, ...], int, int]]:
+    """(positions of the nodes that have it, begin, end) of stretches of parameters with equal masks."""
+    segments: list[tuple[tuple[int, ...], int, int]] = []
+    for index, offset in places.items():
+        there = tuple(position for position, mask in enumerate(masks) if mask[index])
+        end = offset + like[index].numel()
+        if segments and segments[-1][0] == there:
+            segments[-1] = (there, segments[-1][1], end)
+        else:
+            segments.append((there, offset, end))
+    return segments
+
+
+def add(
+    target: torch.Tensor, parts: list[torch.Tensor | None], order: Sequence[tuple[int, int]], *, spare: bool = False
+) -> None:
+    """Add these up into ``target``. ``spare``: what is added up may be written."""
+    if not order:
+        target.copy_(next(part for part in parts if part is not None))
+        return
+    *before, (into, source) = order
+    for left, right in before:
+        parts[left] = torch.add(parts[left], parts[right], out=parts[left] if spare else None)  # type: ignore[arg-type]
+    torch.add(parts[into], parts[source], out=target)  # type: ignore[arg-type]
+
+
+def fold_stretches(
+    target: torch.Tensor, rows: Sequence[torch.Tensor], stretches: Sequence[Stretch], first: int, *, spare: bool = False
+) -> None:
+    """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once.
+
+    ``spare``: the rows may be written.
+    """
+    for begin, end, present, additions in stretches:
+        here = slice(max(begin - first, 0), min(end - first, len(target)))
+        if here.start < here.stop:
+            parts = [row[here] if position in present else None for position, row in enumerate(rows)]
+            add(target[here], parts, additions, spare=spare)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from phalanx.engines.devices.transport import Transport
-from phalanx.engines.flat import Flat, Journey
-from phalanx.engines.stretches import Mask
+from phalanx.engines.flat import Flat, Journey, Mask
 from phalanx.plan.fold import Fold, Partial
 from phalanx.seams.records import Vector
 

@@ -11,7 +11,7 @@ import torch
 
 from phalanx.engines.devices.buckets import ALIGNED
 from phalanx.engines.devices.transport import Transport
-from phalanx.engines.stretches import PATTERNS
+from phalanx.engines.flat import PATTERNS
 from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.shared.layout import Spec
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from phalanx.engines.flat import Mask, scratch
 from phalanx.engines.hosts.gloo import Gloo, Rendezvous
 from phalanx.engines.processes.board import CHECK_STEPS
-from phalanx.engines.stretches import Mask, scratch
 from phalanx.errors import CorruptionError, RunError
 from phalanx.plan.fold import remaining
 from phalanx.seams.records import Part, packed

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from phalanx.engines.flat import Mask
 from phalanx.engines.hosts.across import UNKNOWN, Across
 from phalanx.engines.hosts.gloo import Gloo, Rendezvous
 from phalanx.engines.hosts.pieces import groups
 from phalanx.engines.processes.board import CHECK_STEPS, Shared, Station
-from phalanx.engines.stretches import Mask
 from phalanx.seams.records import Part
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.engines.flat import Cut, Flat, Homes, levels
+from phalanx.engines.flat import Cut, Flat, Homes, Mask, add, levels
 from phalanx.engines.hosts.gloo import Gloo, Rendezvous
 from phalanx.engines.processes.board import Station
-from phalanx.engines.stretches import Mask, add
 from phalanx.plan.fold import covers, remaining
 from phalanx.seams import Order
 from phalanx.seams.records import Vector

@@ -143,7 +143,7 @@ def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
     facts |= framework.facts(names)
     if len(names) < 2 or not framework.forks:
         return facts
-    from phalanx.engines.devices.timing import measured  # loads what speaks to networks
+    from phalanx.lab.timing import measured  # loads what speaks to networks
 
     return facts | measured(names)
 

@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple
 from phalanx.checkpoint.directory import newest_step
 from phalanx.definition.plain import hashed
 from phalanx.errors import RunError
-from phalanx.proof.network import Network, why_not
+from phalanx.lab.network import Network, why_not
 from phalanx.recipe import Recipe
 
 LOST_AFTER = 2.0

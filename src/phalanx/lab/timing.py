@@ -30,7 +30,7 @@ def measured(names: Sequence[str]) -> dict[str, str]:
     """Rows of a table: milliseconds for a bucket, and that bytes arrive between all pairs, or what went wrong."""
     with tempfile.TemporaryDirectory(prefix="phalanx-") as name, contextlib.ExitStack() as closing:
         folder = pathlib.Path(name)
-        command = [sys.executable, "-m", "phalanx.engines.devices.timing", name, json.dumps([*names])]
+        command = [sys.executable, "-m", "phalanx.lab.timing", name, json.dumps([*names])]
         started: list[subprocess.Popen[bytes]] = []
         for rank in range(len(names)):
             output = closing.enter_context((folder / f"{rank}").open("wb"))

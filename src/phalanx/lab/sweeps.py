@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.checkpoint.directory import LOG, at_work
-from phalanx.cli.pages import LOSS, History, best_of, read, spelled
 from phalanx.errors import UsageError
+from phalanx.lab.pages import LOSS, History, best_of, read, spelled
 
 
 def rows_of(folder: pathlib.Path) -> list[dict[str, Any]]:

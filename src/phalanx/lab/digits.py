@@ -5,7 +5,8 @@ import functools
 import torch
 from torch import nn
 
-import phalanx
+from phalanx.definition.evaluation import Evaluation
+from phalanx.recipe import Recipe
 
 BATCH, EPOCHS, PEAK_LR = 32, 20, 5e-3
 
@@ -24,7 +25,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.argmax(-1) == target).float().mean()
 
 
-def demo() -> tuple[phalanx.Recipe, phalanx.Evaluation]:
+def demo() -> tuple[Recipe, Evaluation]:
     """1,437 images to train on, 360 held out."""
     import sklearn.datasets
 
@@ -33,7 +34,7 @@ def demo() -> tuple[phalanx.Recipe, phalanx.Evaluation]:
     mixed = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     test, train = mixed[:360], mixed[360:]
     steps = EPOCHS * -(-len(train) // BATCH)
-    recipe = phalanx.Recipe(
+    recipe = Recipe(
         lenet,
         (x[train], y[train]),
         nn.functional.cross_entropy,
@@ -43,4 +44,4 @@ def demo() -> tuple[phalanx.Recipe, phalanx.Evaluation]:
         optimizer=functools.partial(torch.optim.AdamW, lr=PEAK_LR),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, steps),
     )
-    return recipe, phalanx.Evaluation(accuracy, (x[test], y[test]))
+    return recipe, Evaluation(accuracy, (x[test], y[test]))
