@@ -18,7 +18,7 @@ from phalanx.plan.lifecycle import Stage
 from tests import accelerator
 from tests.accelerator import ccl
 from tests.devices.planting import Planted, in_worker, mark_caller
-from tests.devices.test_accelerators import Noting, notes
+from tests.devices.test_accelerators import Noting, noisy, notes
 from tests.engines.deaths import Trapped, sprung
 from tests.families import ADAMW, FAMILIES
 from tests.hosts.worlds import BEGIN, END, ended, started
@@ -26,7 +26,7 @@ from tests.sampling import sample
 
 pytestmark = pytest.mark.accelerator
 MLP = FAMILIES["mlp"]
-ON_THE_WAY = ["all_to_all", "gather"]  # places beside the named ones: it has begun this, and nothing after it
+ON_THE_WAY = ["all_to_all", "gather"]  # places beside the named ones: others begin this, and it does not
 PLACES = [*(stage.name for stage in Stage), *ON_THE_WAY]
 
 
@@ -53,27 +53,26 @@ class OfRank(Trapped):
             super().spring()
 
 
-class Begun(OfRank):
-    """A trap that springs once something has been begun between devices."""
+class NeverBegun(OfRank):
+    """A trap that springs when something is to be begun between devices."""
 
     def set(self):
         super().set()
         trap, plain = self, getattr(transport.Transport, self.place)
 
         def begun(link, *arguments):
-            work = plain(link, *arguments)
             if hasattr(trap, "seen"):  # not while workers meet
                 trap.spring()
-            return work
+            return plain(link, *arguments)
 
         setattr(transport.Transport, self.place, begun)
 
 
-def trapped(recipe, folder, worker, place, rank=None, fault=None):
+def trapped(recipe, folder, worker, place, rank=None, fault=None, step=3):
     """A recipe whose worker ``worker`` is killed there, of process ``rank`` of a world; all workers have the fault."""
-    trap = Begun if place in ON_THE_WAY else OfRank
+    trap = NeverBegun if place in ON_THE_WAY else OfRank
     make_model = recipe.make_model if fault is None else Planted(recipe.make_model, fault)
-    return dataclasses.replace(recipe, make_model=trap(make_model, str(folder), worker, 3, place, rank=rank))
+    return dataclasses.replace(recipe, make_model=trap(make_model, str(folder), worker, step, place, rank=rank))
 
 
 def recipe(replicas=6, **changes):
@@ -112,6 +111,15 @@ def test_a_death_at_every_point(fake, tmp_path, wanted, place, count, worker):
     last = [line.split() for lines in notes(tmp_path / "notes").values() for line in lines[-1:]]
     assert len({threads for threads, _ in last}) == 1
     assert place not in ON_THE_WAY or any(int(hangs) for _, hangs in last), "nothing hung"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("place", ON_THE_WAY)
+def test_a_death_in_the_first_step_with_buffers(fake, tmp_path, place):
+    """What a step prepares on a device once only is there before a collective can hang: nobody waits for the device."""
+    made = noisy()
+    wanted = trained(made, 1)
+    assert trained(trapped(made, tmp_path, 1, place, step=0), 2) == (wanted[0], ["death", "replaced"])
 
 
 def never_left(patch):

@@ -286,8 +286,9 @@ class FlatBuffers:
         own = [starts[number] for number in numbers]
         self._numbers, self._shapes = numbers, [value.shape for value in own]
         self._sizes = [value.numel() for value in own]
-        self._device = own[0].device
         self._mean = mean
+        # Made before gradients travel: a copy to a device waits for its stream, which hangs once a peer is gone.
+        self._cuts = _cuts(tuple(self._sizes), own[0].device)
 
     def flat(self, buffers: Left) -> torch.Tensor:
         """A copy of the values, of all the model's buffers, that belong here."""
@@ -307,7 +308,7 @@ class FlatBuffers:
         equal = torch.stack([torch.eq(mine, bytes_of(other)) for other in others]).all(0)
         differing = torch.logical_not(equal.view(-1, first.itemsize).all(1))
         # Over numbers without a fraction, so that the order of additions changes nothing.
-        counts, ends = _cuts(tuple(self._sizes), self._device)
+        counts, ends = self._cuts
         up_to = torch.cat([ends.new_zeros(1), differing.cumsum(0)])
         buffer_of = torch.searchsorted(ends, torch.arange(len(first), device=ends.device), right=True)
         alike = up_to[ends] == up_to[ends - counts]
@@ -316,7 +317,7 @@ class FlatBuffers:
 
 @functools.lru_cache(64)
 def _cuts(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sizes, and the ends of stretches of these sizes, on a device."""
+    """The sizes, and the ends of stretches of these sizes, on a device; by hand, buffers are seen anew in each step."""
     counts = torch.tensor(sizes).to(device)
     return counts, counts.cumsum(0)
 
