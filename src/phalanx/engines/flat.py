@@ -31,9 +31,8 @@ Journey = Iterator[Any]  # of a bucket: something is under way after each step; 
 Homes = Callable[[int], list[torch.Tensor]]  # of a parameter: where its gradient lies in each of this worker's sums
 Room = Callable[..., torch.Tensor]
 Fill = Callable[[Sequence[int], Homes], None]
-Cut = tuple[
-    dict[int, int], list[tuple[int, int]]
-]  # where each parameter begins; (begin, elements of a slice) of buckets
+# Rows: where parameters begin in each, and (begin, elements of a slice) of its buckets.
+Cut = list[tuple[dict[int, int], list[tuple[int, int]]]]
 
 
 class Carrier(Protocol):
@@ -71,7 +70,7 @@ class Level(NamedTuple):
     size, position : int
         How many there are, and which this worker is.
     slices : int
-        Into which sums are cut; the worker at ``position`` adds up the (position % slices)-th.
+        Into which sums are cut, one for each worker. 0: each adds up whole sums, so that nothing has to be gathered.
     counts : list of int
         The sums that each of them has.
     sums : list of (Node, list of int)
@@ -98,7 +97,7 @@ class Stretch(NamedTuple):
 
 
 class Row(NamedTuple):
-    """How gradients of one dtype lie in a sum.
+    """How gradients of one dtype lie in a sum, in memory of their own.
 
     Attributes
     ----------
@@ -165,7 +164,7 @@ def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1, *,
     whole = [(top, [number for number, node in enumerate(every) if covers(top, node)]) for of in tops for top in of]
 
     counts = [len(nodes[worker]) for worker in own], list(map(len, tops))
-    last = 1 if at_once and counts[hosts > 1] == [1, 1] else len(counts[hosts > 1])
+    last = 0 if at_once and counts[hosts > 1] == [1, 1] else len(counts[hosts > 1])
     within_host = Level(each, position, last if hosts == 1 else each, counts[0], within, groups)
     across = Level(hosts, host, last, counts[1], whole, [list(range(len(whole)))])
     return [within_host] if hosts == 1 else [within_host, across]
@@ -183,7 +182,7 @@ class Flat:
     among : sequence of Level
         Among whom this worker exchanges sums.
     cut : callable
-        ``cut(sizes, itemsize, slices)``: where parameters of these sizes (elements) begin in a row, and its buckets.
+        ``cut(sizes, itemsize, slices)``: rows of parameters of these sizes (elements), and buckets.
     device : str
         Where gradients are.
     owned : sequence of int, optional
@@ -206,7 +205,7 @@ class Flat:
         owned: Sequence[int] | None = None,
     ) -> None:
         self._device, self._replicas, self._among, self._cut = device, replicas, among, cut
-        self.steps = sum(1 + (level.slices > 1) for level in among)
+        self.steps = sum(1 + (level.slices > 0) for level in among)
         self._like = [
             torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device="meta")
             for spec in specs
@@ -214,7 +213,7 @@ class Flat:
         self._owned = range(len(specs))[::-1] if owned is None else owned
         self._own, self._slices = among[0].counts[among[0].position], 1
         for level in among:
-            self._slices *= level.slices
+            self._slices *= level.slices or 1
         self._laid_out = functools.lru_cache(PATTERNS)(self._lay_out)
         self._rooms: dict[Any, torch.Tensor] = {}
 
@@ -307,15 +306,16 @@ class Flat:
         """A slice of the sum of a bucket, which begins at ``first``, level by level; and where it begins there."""
         begin, length = 0, sums.shape[1]
         for depth, (level, carrier) in enumerate(zip(self._among, carriers, strict=True)):
-            length //= level.slices
+            slices = level.slices or 1
+            length //= slices
 
             def given(name: str, size: int, *, own: bool = False, depth: int = depth) -> torch.Tensor:
                 return room(name, depth, size, own=own)
 
-            work, rows = carrier.deal(sums.unflatten(1, (level.slices, length)), level.counts, given)
+            work, rows = carrier.deal(sums.unflatten(1, (slices, length)), level.counts, given)
             yield
             carrier.wait(work)
-            begin += level.position % level.slices * length
+            begin += level.position % slices * length
             if carrier.in_place and depth + 1 == len(self._among):
                 sums = target[None, begin : begin + length]
             else:
@@ -329,7 +329,7 @@ class Flat:
     ) -> Journey:
         """The whole bucket's mean, of which this worker has the slice at ``begin``."""
         for depth, (level, carrier) in reversed(list(enumerate(zip(self._among, carriers, strict=True)))):
-            if level.slices > 1:
+            if level.slices:
                 begin, length = begin - level.position * len(mean), level.slices * len(mean)
                 at_home = depth == 0 or carrier.in_place
                 whole = target[begin : begin + length] if at_home else room("whole", depth, length, own=True)
@@ -351,7 +351,7 @@ class Flat:
     def _packed(self, layout: Layout, number: int) -> torch.Tensor:
         """The sums of this worker, a row for each."""
         row = layout.rows[number]
-        flat = scratch(self._rooms, ("packed", row.dtype), self._own * row.size, row.dtype, self._device)
+        flat = scratch(self._rooms, ("packed", number), self._own * row.size, row.dtype, self._device)
         return flat.view(self._own, row.size)
 
     def _target(self, layout: Layout, number: int) -> torch.Tensor:
@@ -359,7 +359,7 @@ class Flat:
         row = layout.rows[number]
         if self._own == 1:
             return self._packed(layout, number)[0]
-        return scratch(self._rooms, ("target", row.dtype), row.size, row.dtype, self._device)
+        return scratch(self._rooms, ("target", number), row.size, row.dtype, self._device)
 
     def _home(self, flat: torch.Tensor, row: Row, index: int) -> torch.Tensor:
         """Where a parameter's gradient lies in a sum."""
@@ -372,14 +372,14 @@ class Flat:
         buckets: list[Bucket] = []
         for dtype in dict.fromkeys(self._like[index].dtype for index in there):
             sizes = {index: self._like[index].numel() for index in there if self._like[index].dtype == dtype}
-            places, cuts = self._cut(sizes, dtype.itemsize, self._slices)
-            find = functools.partial(self._sums, masks, places)
-            all_stretches = [[find(level, group) for group in level.groups] for level in self._among]
-            for begin, width in cuts:
-                end = begin + self._slices * width
-                filled = [index for index, place in places.items() if begin <= place < end]
-                buckets.append(Bucket(len(rows), begin, width, width, filled))
-            rows.append(Row(dtype, places, all_stretches, cuts[-1][0] + self._slices * cuts[-1][1]))
+            for places, cuts in self._cut(sizes, dtype.itemsize, self._slices):
+                find = functools.partial(self._sums, masks, places)
+                all_stretches = [[find(level, group) for group in level.groups] for level in self._among]
+                for begin, width in cuts:
+                    end = begin + self._slices * width
+                    filled = [index for index, place in places.items() if begin <= place < end]
+                    buckets.append(Bucket(len(rows), begin, width, width, filled))
+                rows.append(Row(dtype, places, all_stretches, cuts[-1][0] + self._slices * cuts[-1][1]))
         most: dict[Any, int] = {}
         kinds = [(number % IN_FLIGHT, rows[bucket.row].dtype) for number, bucket in enumerate(buckets)]
         for kind, bucket in zip(kinds, buckets, strict=True):

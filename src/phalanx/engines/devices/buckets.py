@@ -9,15 +9,15 @@ ALIGNED = 512  # bytes: kernels may compute otherwise at addresses that a gradie
 
 
 def in_buckets(sizes: dict[int, int], itemsize: int, slices: int) -> Cut:
-    """Where parameters begin, each aligned, and buckets of at most 25 MB, or one parameter."""
+    """A row for each bucket: parameters of at most 25 MB, or one, each of them aligned."""
     step = max(1, ALIGNED // itemsize)
-    places, cuts = dict[int, int](), list[tuple[int, int]]()
-    pending, begin, size = list(sizes.items()), 0, 0
+    rows: Cut = []
+    places, size = dict[int, int](), 0
+    pending = list(sizes.items())
     for at, (index, count) in enumerate(pending):
-        places[index] = begin + size
+        places[index] = size
         size += -(-count // step) * step
         if at + 1 == len(pending) or (size + pending[at + 1][1]) * itemsize > BUCKET:
-            width = -(-size // (slices * step)) * step
-            cuts.append((begin, width))
-            begin, size = begin + slices * width, 0
-    return places, cuts
+            rows.append((places, [(0, -(-size // (slices * step)) * step)]))
+            places, size = {}, 0
+    return rows

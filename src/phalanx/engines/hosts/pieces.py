@@ -114,12 +114,12 @@ def groups(station: Station, rendezvous: Rendezvous) -> list[list[int]]:
 
 
 def in_pieces(sizes: dict[int, int], itemsize: int, slices: int) -> Cut:
-    """Where parameters begin, one after another, and pieces, which end anywhere."""
+    """One row of parameters, one after another, and pieces, which end anywhere."""
     places, size = dict[int, int](), 0
     for index, count in sizes.items():
         places[index] = size
         size += count
-    return places, chunks(size, slices, itemsize)
+    return [(places, chunks(size, slices, itemsize))]
 
 
 def chunks(size: int, slices: int, itemsize: int) -> list[tuple[int, int]]:
