@@ -8,7 +8,7 @@ SEED ?= 0
 SOURCES := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench docs dist chaos campaign clean
+.PHONY: help demo test test-all core check bench docs dist chaos campaign clean
 .DELETE_ON_ERROR:
 
 help:  ## this text
@@ -33,6 +33,12 @@ test: $(INSTALLED)  ## the tests, the same ones every time; under four minutes
 
 test-all: $(INSTALLED) $(RAY)  ## all tests and all their cases; an hour
 	$(call tests,,3)
+
+core: $(INSTALLED)  ## the core's tests, where phalanx has no satellites: what CONTRIBUTING says it can do without
+	@rm -rf out/core && mkdir -p out/core && cp -r src/phalanx out/core && cd out/core/phalanx && \
+		rm -rf backend collectives lab manual frameworks/tinygrad
+	@export OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/out/core; $(BIN)/python -m pytest -q -n 2 --dist worksteal \
+		--randomly-seed=$(SEED) -m "not accelerator and not campaign and not house"
 
 check: $(INSTALLED)  ## lint, format, types and the house rules; under a minute
 	@$(BIN)/ruff check -q $(SOURCES)

@@ -1,6 +1,8 @@
 """Shared by all tests: one thread for whatever runs beside phalanx, and a clean set of generators."""
 
+import importlib.util
 import os
+import re
 import signal
 import sys
 
@@ -24,6 +26,18 @@ def pytest_collection():
         return (yield)
     finally:
         sys.dont_write_bytecode = before
+
+
+CORE = importlib.util.find_spec("phalanx.lab") is None  # make core
+SATELLITES = re.compile(
+    r"phalanx\.(lab|manual|collectives|backend|tune)\b|phalanx import .*\b(lab|manual|collectives|tune)\b|tinygrad|"
+    r"hosts\.network import|import fuzz|test_named_losses import|find_lr|(backend|group)\W+phalanx\b|phalanx(\W+| )(chaos|check|report|runs|demo)\b"
+)
+
+
+def pytest_ignore_collect(collection_path):
+    """Where phalanx has no satellites, files that name one are left out."""
+    return True if CORE and collection_path.suffix == ".py" and SATELLITES.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.checkpoint.resume import ANYWAY, ResumeState
 from phalanx.definition import checks
+from phalanx.definition.callback import said
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import supplied
 from phalanx.engines import close as close
@@ -332,7 +333,7 @@ class Recipe(Definition):
         Members have agreed to go on without that one, and if all of them see one directory, what it has locked is that.
         """
         options = SimpleNamespace(**vars(own) | {"resume": True, "warm_start": None})
-        only = tuple(item for item in own.callbacks if not getattr(item, "everywhere", False))
+        only = tuple(item for item in own.callbacks if not said(item).everywhere)
         observers: list[Any] = [] if run().closed else watching(options, only, self, turn)
         saves, again = False, 0.0
         while not saves:
@@ -368,7 +369,7 @@ def _of_this_process(settled: SimpleNamespace, world: Any) -> SimpleNamespace:
     """The options as they hold in this process: of several, one reports and saves."""
     if world is None or world.elect(settled.run_dir):
         return settled
-    everywhere = tuple(item for item in settled.callbacks if getattr(item, "everywhere", False))
+    everywhere = tuple(item for item in settled.callbacks if said(item).everywhere)
     others = {"run_dir": None, "warm_start": None, "callbacks": everywhere, "progress": False}
     return SimpleNamespace(**vars(settled) | others)
 

@@ -259,3 +259,25 @@ def test_best_weights_that_another_process_is_still_writing(tmp_path):
     later.join()
     assert list(weights)
     assert path.read_bytes() == wanted
+
+
+class Full(phalanx.callbacks.Callback):
+    """Cannot write."""
+
+    def step(self, report):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class MayFail(Full):
+    """The same, and says that it may."""
+
+    may_fail = True
+
+
+def test_a_callback_of_ones_own_may_fail_if_it_says_so():
+    """A full disk is then a warning in each step; else it ends the run."""
+    with pytest.warns(UserWarning, match=r"MayFail could not write: .*No space left.*; the run goes on"):
+        wanted = recipe(epochs=1).train(callbacks=[MayFail()])
+    assert wanted.steps
+    with pytest.raises(OSError, match="No space left"):
+        recipe(epochs=1).train(callbacks=[Full()])

@@ -1,6 +1,7 @@
 """What is done beside training, step by step: stop early, keep the best, average weights, thaw, write logs.
 
-A callback is a function ``f(report)``, or an object with any of these hooks; nothing has to be inherited:
+A callback is a function ``f(report)``, or an object with any of these hooks. Nothing has to be inherited; ``Callback``
+says which attributes count:
 
 ==================== ==================================================================================================
 ``begin(run)``       before the first step, with the run; after ``load``, where the run goes on from a snapshot
@@ -25,8 +26,9 @@ from phalanx.callbacks.ema import EMA as EMA
 from phalanx.callbacks.log import Log as Log
 from phalanx.callbacks.thaw import Thaw as Thaw
 from phalanx.definition import checks
+from phalanx.definition.callback import Callback as Callback
 
-__all__ = ["EMA", "Best", "EarlyStopping", "Log", "SaveBest", "Thaw"]
+__all__ = ["EMA", "Best", "Callback", "EarlyStopping", "Log", "SaveBest", "Thaw"]
 
 if not TYPE_CHECKING:
 

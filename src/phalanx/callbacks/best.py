@@ -14,6 +14,7 @@ from typing import Any
 from phalanx.checkpoint import files, tensors
 from phalanx.checkpoint.tensors import copied_weights, read_weights, weights_of
 from phalanx.definition import checks
+from phalanx.definition.callback import Callback
 from phalanx.definition.checks import answering
 from phalanx.definition.evaluation import meant
 from phalanx.definition.plain import Each, check_like, taking_over
@@ -72,7 +73,7 @@ class Better:
 
 
 @answering(monitor="it is called metric: the name of a metric of evaluation=", min_change="it is called min_delta")
-class EarlyStopping:
+class EarlyStopping(Callback):
     """Ends the run once so many evaluations in a row have not improved on the best.
 
     It decides how many steps there are, so it changes the answer, as a few options of ``train`` do. The answer is exact
@@ -101,6 +102,7 @@ class EarlyStopping:
     """
 
     everywhere = True
+    may_fail = True
 
     def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "auto") -> None:
         self._better = Better(metric, mode, min_delta)
@@ -194,7 +196,7 @@ class Best:
     dirpath="they are kept in best/ of train(run_dir=...)",
     filename="they are kept as best/METRIC-step-....safetensors of train(run_dir=...)",
 )
-class SaveBest:
+class SaveBest(Callback):
     """Keeps the best weights by a metric: as files in the run's directory, or in memory where there is none.
 
     Over several hosts each process has the same ``best``. The first writes the files.
@@ -215,6 +217,8 @@ class SaveBest:
     """
 
     everywhere = True
+    may_fail = True
+    writes_best = True
 
     def __init__(self, metric: str, keep: int = 1, mode: str = "auto") -> None:
         self._better = Better(metric, mode)

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from phalanx.definition import checks
+from phalanx.definition.callback import Callback
 from phalanx.definition.plain import check_like, inexact, taking_over
 from phalanx.errors import RunError, UsageError
 
 FOREACH: Any = torch
 
 
-class EMA:
+class EMA(Callback):
     """An exponential moving average of the parameters, in ``result.averaged``; evaluations and predictions use it.
 
     After the first step the average is the weights; after each other it is ``decay * average + (1 - decay) * weights``,
@@ -31,6 +32,7 @@ class EMA:
     """
 
     everywhere = True
+    may_fail = True
 
     def __init__(self, decay: float = 0.999) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:

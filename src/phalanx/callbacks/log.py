@@ -14,6 +14,7 @@ from typing import Any
 from phalanx.checkpoint import files
 from phalanx.checkpoint.files import Held
 from phalanx.definition import checks
+from phalanx.definition.callback import Callback
 from phalanx.definition.plain import check_like, distinct_names
 from phalanx.errors import SnapshotError, UsageError
 
@@ -123,7 +124,7 @@ class TensorBoard:
 KINDS = {"csv": Csv, "tensorboard": TensorBoard}
 
 
-class Log:
+class Log(Callback):
     """Writes loss, gradient norm, learning rate and all evaluations of each step; those of phases as "loss/critic".
 
     What it writes has no clock in it: a run that was killed and resumed leaves the same log as one that was not.
@@ -142,6 +143,8 @@ class Log:
     UsageError
         ``to`` is something else, or the library is missing.
     """
+
+    may_fail = True
 
     def __init__(self, to: str, where: Any = None, **options: Any) -> None:
         checks.choice("to", to, tuple(KINDS))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.definition import checks
+from phalanx.definition.callback import Callback
 from phalanx.errors import UsageError
 
 
-class Thaw:
+class Thaw(Callback):
     """Freezes parameters when the run begins, and trains them from an epoch on.
 
     The step at which they are thawed follows from the recipe, and snapshots have what is frozen, so the answer is exact
@@ -23,6 +24,7 @@ class Thaw:
     """
 
     everywhere = True
+    may_fail = True
 
     def __init__(self, *names: str, epoch: int) -> None:
         self._names, self._run = names, None

@@ -20,6 +20,7 @@ from phalanx.checkpoint.saver import LINK, LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.checkpoint.tensors import states_in
 from phalanx.definition import checks
+from phalanx.definition.callback import said
 from phalanx.definition.described import by_class, compare, described, functions_of, made, options_of
 from phalanx.definition.evaluation import FUNCTIONS
 from phalanx.definition.fields import Definition
@@ -58,10 +59,10 @@ class ResumeState:
         run_dir, beside = options.run_dir, (*options.evaluation, *options.callbacks)
         self._recipe = described(definition) if run_dir is not None else {}
         self._recipe["beside"] = _spelled(beside)
-        decays = [(getattr(each, "decay_of_workers", None), type(each).__name__) for each in beside]
+        decays = [(said(each).decay_of_workers, type(each).__name__) for each in beside]
         averaging = [(decay, name) for decay, name in decays if decay is not None]
         self._averaging = averaging[0] if len(averaging) == 1 else None
-        self._gradients = tuple(name for each in beside for name in getattr(each, "gradients", ()))
+        self._gradients = tuple(name for each in beside for name in said(each).gradients)
         self._differs: list[str] = []
         self._hints: list[str] = []
         self._behaviour: Behaviour | None = None

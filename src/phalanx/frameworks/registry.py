@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +44,8 @@ def register(record: Record) -> None:
 
 
 for _name in BUILT_IN:
-    register(importlib.import_module(f"phalanx.frameworks.{_name}.record").RECORD)
+    if importlib.util.find_spec(f"phalanx.frameworks.{_name}"):  # a satellite may be left out
+        register(importlib.import_module(f"phalanx.frameworks.{_name}.record").RECORD)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from phalanx.definition import checks
+from phalanx.definition.callback import said
 from phalanx.definition.described import by_class
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import taking_over
@@ -89,7 +90,7 @@ def checked_callbacks(callbacks: Any) -> tuple[Any, ...]:
                 f"callbacks has a {type(callback).__name__} with only one of state() and load(state); what one gives, "
                 "the other takes when a run is resumed"
             )
-        asked = getattr(callback, "gradients", ())
+        asked = said(callback).gradients
         if isinstance(asked, str) or not all(isinstance(name, str) for name in asked):
             raise UsageError(
                 f"{type(callback).__name__}.gradients is {checks.shown(asked)}; it must be a list, as ['*.weight']"
@@ -110,7 +111,7 @@ class Called(Observer):
     turn : Turns
         The run's own.
     stop : bool
-        Whether a callback of phalanx's own that cannot write (on a full disk, say) ends the run, as a snapshot does.
+        Whether one that may fail and cannot write (on a full disk, say) ends the run, as a snapshot does.
     """
 
     runs_user_code = True
@@ -133,7 +134,7 @@ class Called(Observer):
         if self._name and hasattr(self.callback, "state"):
             others = state.states
             state.states = lambda: {**others(), self._name: self.callback.state()}
-        if getattr(self.callback, "decay_of_workers", None) is not None:
+        if said(self.callback).decay_of_workers is not None:
             self._idle = state.averaged is not None
             self.callback.averaged_by(state.averaged)
         self._call("begin", run)
@@ -177,8 +178,8 @@ class Called(Observer):
                 self._not_written(hook, error)
 
     def _not_written(self, hook: str, error: OSError) -> None:
-        """A callback of phalanx's own could not write: the run goes on, unless a failed snapshot would end it."""
-        if not type(self.callback).__module__.startswith("phalanx."):
+        """A callback that may fail could not write: the run goes on, unless a failed snapshot would end it."""
+        if not said(self.callback).may_fail:
             raise error
         why = f"the callback {self._name} could not write: {error}"
         if hook == "begin":

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from phalanx.checkpoint.resume import ANYWAY
 from phalanx.checkpoint.tensors import PICKLES
 from phalanx.definition import checks
+from phalanx.definition.callback import said
 from phalanx.definition.checks import ARGUMENTS, answer
 from phalanx.definition.evaluation import Evaluation, check_metric, listed_evaluations
 from phalanx.definition.fields import Definition
@@ -96,7 +97,7 @@ def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
         )
     if settled.evaluation and definition.data is None:
         raise UsageError("evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself")
-    waiting = [(type(item).__name__, item.waits_for) for item in settled.callbacks if getattr(item, "waits_for", None)]
+    waiting = [(type(item).__name__, metric) for item in settled.callbacks if (metric := said(item).waits_for)]
     if waiting and not settled.evaluation:
         name, metric = waiting[0]
         if definition.data is None:
@@ -113,23 +114,25 @@ def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
             f"schedule_on is {definition.schedule_on!r}, but nothing is evaluated; pass evaluation=Evaluation(...)"
         )
     settled.waiting = [(f"metric of {name}", metric) for name, metric in waiting]
-    settled.waiting += [("schedule_on", definition.schedule_on)] * (definition.schedule_on is not None)
+    if definition.schedule_on is not None:
+        settled.waiting.append(("schedule_on", definition.schedule_on))
     metrics = [(each, each.metrics(single=definition.batch_size is None)) for each in settled.evaluation]
     names = {each.full(name): whole for each, listed in metrics for name, whole in listed.names.items()}
     for argument, metric in settled.waiting:
         check_metric(argument, metric, names)
-    _check_callbacks(definition, settled, waiting)
+    _check_callbacks(definition, settled)
 
 
-def _check_callbacks(definition: Definition, settled: SimpleNamespace, waiting: list[tuple[str, str]]) -> None:
+def _check_callbacks(definition: Definition, settled: SimpleNamespace) -> None:
     """Refuse callbacks that would write the same files; warn of one that waits for an epoch that does not come."""
-    for name, metric in waiting:
-        if settled.run_dir is not None and name == "SaveBest" and waiting.count((name, metric)) > 1:
+    writing = [(type(item).__name__, said(item).waits_for) for item in settled.callbacks if said(item).writes_best]
+    for name, metric in writing:
+        if settled.run_dir is not None and writing.count((name, metric)) > 1:
             raise UsageError(
-                f"callbacks has SaveBest({metric!r}) twice, which would write the same files in run_dir; leave one "
+                f"callbacks has {name}({metric!r}) twice, which would write the same files in run_dir; leave one "
                 "out, raise keep, or give the metric a second name in evaluation="
             )
-    for wanted in [item.thaws_in for item in settled.callbacks if getattr(item, "thaws_in", None) is not None]:
+    for wanted in [epoch for item in settled.callbacks if (epoch := said(item).thaws_in) is not None]:
         last = definition.epoch_of(definition.rounds.updates(definition.total) - 1) if definition.total else None
         if last is not None and last < wanted:
             checks.warn(

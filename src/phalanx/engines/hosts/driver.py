@@ -90,9 +90,9 @@ class Distributed(Changing[Processes]):
         self.check_able()
         step = self._steps
         try:
-            report = self._kept_up(lambda: self._advanced(step, batch, horizon))
+            report = self._retry(lambda: self._advanced(step, batch, horizon))
         except BaseException as error:
-            self._quit(*Farewell.after(error), step)
+            self._leave(*Farewell.after(error), step)
             raise
         self._recent.append(report)
         self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
@@ -109,36 +109,36 @@ class Distributed(Changing[Processes]):
         return self.engine.advance(batch, horizon)
 
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
-        return self._kept_up(lambda: self.engine.evaluate(metrics, data, batch_size, weights))
+        return self._retry(lambda: self.engine.evaluate(metrics, data, batch_size, weights))
 
     def eval_point(self) -> Weights | None:
-        return self._kept_up(lambda: self.engine.eval_point())
+        return self._retry(lambda: self.engine.eval_point())
 
     def peek(self) -> dict[str, Any] | None:
-        return self._kept_up(lambda: self.engine.peek())
+        return self._retry(lambda: self.engine.peek())
 
     def schedule(self, value: float | Training, epoch: int) -> None:
-        self._kept_up(lambda: self.engine.schedule(value, epoch))
+        self._retry(lambda: self.engine.schedule(value, epoch))
 
     def export(self, *, copy: bool, digest: bool = True) -> Exported:
-        return self._kept_up(lambda: self.engine.export(copy=copy, digest=digest))
+        return self._retry(lambda: self.engine.export(copy=copy, digest=digest))
 
     def capture(self) -> Captured:
         """Works after others have left, too. The state is that of the last step that was finished here."""
         if not self.engine.closed or self.engine.lost:
-            return self._kept_up(lambda: self.engine.capture())
+            return self._retry(lambda: self.engine.capture())
         return self._captured()
 
     def close(self) -> None:
         """Copy the state to the caller, end the workers, leave the world. Who is done first waits for the others."""
         try:
             if self._finished and not self._gone and not self.engine.ended:
-                self._see_off()
+                self._drain()
         finally:  # a second Ctrl-C does not wait for others
             leaving, way = self.run_state.leaving, DONE if self._finished else CLOSED
             error = sys.exc_info()[1]  # a with block ends by it
             by = "" if error is None else f", while handling {Farewell.after(error).why}"
-            self._quit(LEAVES if leaving else way, leaving or f"it was closed after {self._steps} steps{by}")
+            self._leave(LEAVES if leaving else way, leaving or f"it was closed after {self._steps} steps{by}")
 
     @property
     def _steps(self) -> int:
@@ -149,19 +149,19 @@ class Distributed(Changing[Processes]):
         """Whether all planned steps are done, so that nobody waits for this process any more."""
         return self._last or (self._definition.updates is not None and self._steps == self._definition.updates)
 
-    def _see_off(self) -> None:
+    def _drain(self) -> None:
         """Wait until all members have done all steps: one that was a step behind when another fell needs the state."""
         try:
             while not self._world.members.finish():
                 time.sleep(WAKING_SECONDS)
-                self._kept_up(self._world.check)
+                self._retry(self._world.check)
         except PeersLostError as error:  # all is done here, so nothing is needed of the others
             if not self._whole:
                 raise
             if self._world.run_dir is not None and not self.run_state.leads:
                 checks.warn(f"step {self._steps}, the last one, may not be saved; the same call does that: {error}")
 
-    def _quit(self, way: str, why: str, step: int | None = None) -> None:
+    def _leave(self, way: str, why: str, step: int | None = None) -> None:
         """Copy the state after the last finished step to the caller, as far as it is whole, and leave the run."""
         if self._gone or os.getpid() != self._owner:
             return
@@ -175,7 +175,7 @@ class Distributed(Changing[Processes]):
         finally:
             self._world.part(way, why)
 
-    def _kept_up(self, do: Callable[[], T]) -> T:
+    def _retry(self, do: Callable[[], T]) -> T:
         """Do something. If an incarnation ends meanwhile, do it in the next one."""
         while True:
             try:
@@ -187,7 +187,7 @@ class Distributed(Changing[Processes]):
                     self._go_on(error)
             except PeersLostError as lost:  # the others may go on
                 if not self._finished:
-                    self._quit(LEAVES, str(lost), self._steps)
+                    self._leave(LEAVES, str(lost), self._steps)
                 raise
 
     def _go_on(self, error: RunError) -> None:
@@ -308,13 +308,13 @@ def open_distributed(
     room = world.agree({"recipe": recipe, **_facts(definition, framework, workers)}, doubts, cores)
     count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
     count = 1 if named else count
-    chosen = _let_in(world, definition) if world.joins else None
+    chosen = _join(world, definition) if world.joins else None
     run_state = RunState() if world.joins else _same_start(world, framework, begin)
     run_state.allow, run_state.rounds = allow, definition.rounds
     return Distributed(definition, framework, run_state, world, count, beside(readers, count, room), least, chosen)
 
 
-def _let_in(world: World, definition: Definition) -> dict[str, Any]:
+def _join(world: World, definition: Definition) -> dict[str, Any]:
     """Get ready, then ask to be let in; returns the incarnation that has this process."""
     WARM.prepare(definition)
     end = time.monotonic() + world.seconds

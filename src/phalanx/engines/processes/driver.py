@@ -62,11 +62,18 @@ class Processes:
         alarm: Callable[[], str] = str,
     ) -> None:
         self.run_state = run_state
-        self.workers, self.reading = placement.workers, framework.environment
-        self._copies, self._modes = placement.copies, framework.has_modes
-        self._definition, self._framework, self._deadline = definition, framework, deadline
-        self._rendezvous, self._alarm = rendezvous, alarm
-        self.ended, self.closed, self.lost, self._fetched = "", False, False, -1
+        self.workers = placement.workers
+        self.reading = framework.environment
+        self.ended = ""
+        self.closed = self.lost = False
+        self._copies = placement.copies
+        self._modes = framework.has_modes
+        self._definition = definition
+        self._framework = framework
+        self._deadline = deadline
+        self._rendezvous = rendezvous
+        self._alarm = alarm
+        self._fetched = -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
         self._decay = self._averages()
         plan = ArenaPlan(framework.sharing, placement)
