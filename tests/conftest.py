@@ -31,7 +31,8 @@ def pytest_collection():
 CORE = importlib.util.find_spec("phalanx.lab") is None  # make core
 SATELLITES = re.compile(
     r"phalanx\.(lab|manual|collectives|backend|tune)\b|phalanx import .*\b(lab|manual|collectives|tune)\b|tinygrad|"
-    r"hosts\.network import|import fuzz|test_named_losses import|find_lr|(backend|group)\W+phalanx\b|phalanx(\W+| )(chaos|check|report|runs|demo)\b"
+    r"hosts\.network import|import fuzz|test_named_losses import|find_lr|(backend|group)\W+phalanx\b|"
+    r"phalanx\W+(chaos|check|report|runs|demo)\b"
 )
 
 
