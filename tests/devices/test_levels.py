@@ -13,7 +13,7 @@ from phalanx.engines import flat
 from phalanx.engines.devices import transport
 from phalanx.engines.devices.buckets import in_buckets
 from phalanx.engines.hosts.gloo import Gloo
-from phalanx.engines.hosts.pieces import Pieces, in_pieces
+from phalanx.engines.hosts.pieces import Pieces, in_pieces, ranks_of
 from phalanx.engines.hosts.world import in_rows
 from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan.fold import Fold, place
@@ -59,14 +59,11 @@ def by_transport(store, rank, workers, count, sent):
 
 def by_pieces(store, rank, workers, count, sent):
     """The same of workers of several hosts without devices."""
-    host, position = divmod(rank, workers // count)
-    made = []
-    for name, *where in ((f"host {host}", position, workers // count), (f"position {position}", host, count)):
-        gloo = Gloo(dist.PrefixStore(name, store), *where, 30.0, "lo")
-        made.append(Pieces(gloo, *where))
+    gloo, here = Gloo(store, rank, workers, 30.0, "lo"), ranks_of(workers, rank, count)[0]
     send = gloo.begin_send
-    gloo.begin_send = lambda tensor, other: sent.append(tensor.nbytes) or send(tensor, other)
-    return made, in_pieces, {"at_once": True}
+    gloo.begin_send = lambda tensor, other: sent.append(tensor.nbytes * (other not in here)) or send(tensor, other)
+    carriers = [Pieces(gloo, ranks, ranks.index(rank)) for ranks in ranks_of(workers, rank, count)]
+    return carriers, in_pieces, {"at_once": True}
 
 
 CARRIERS = [by_transport, by_pieces]

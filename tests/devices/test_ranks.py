@@ -848,6 +848,25 @@ class Unsteady(nn.Linear):
         return super().forward(x) * (1 + Unsteady.calls / 1000)
 
 
+class WithNothing(nn.Module):
+    """Its first parameter is empty, and the last to travel."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+        self.layer = nn.Linear(5, width, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)[:, :3] + self.nothing.sum()
+
+
+@pytest.mark.parametrize(("width", "count"), [(51, 2), (76, 3)])
+def test_an_empty_parameter_travels_with_the_others(width, count):
+    """Also early, where it begins at the very end of a bucket: 255 elements fill one of two slices of 128."""
+    recipe = MLP.recipe(4, steps=6, make_model=functools.partial(WithNothing, width))
+    assert trained(recipe, count) == trained(recipe, 1)
+
+
 class Deciding:
     """Notes for each worker and step whether it sends early."""
 

@@ -15,12 +15,12 @@ from phalanx.engines.hosts.across import UNKNOWN, Across
 from phalanx.engines.hosts.gloo import Rendezvous
 from phalanx.engines.hosts.pieces import AddedAcross, Pieces, in_pieces, tensor_of
 from phalanx.frameworks.torch.arithmetic import spec_of
-from phalanx.plan.fold import fold_values, hosts
+from phalanx.plan.fold import fold_values, hosts, remaining
 from phalanx.seams.records import Part
 from tests.orders import triples
 
-SHAPES = [(3, 4), (7,), (), (40,), (2, 3)]
-DTYPES = {3: torch.bfloat16}
+SHAPES = [(3, 4), (7,), (), (40,), (2, 3), (0,)]
+DTYPES = {3: torch.bfloat16, 5: torch.float64}
 PART = Part(1.5, 1.0, returned=False, samples=1.0)
 RUNS = iter(range(1, 1000))
 
@@ -38,8 +38,8 @@ def together(count, replicas, work, blanks):
             among = levels(replicas, blocks, rank, at_once=True)
             specs = [spec_of(tensor_of(blank)) for blank in blanks]
             flat = Flat(specs, replicas, among, in_pieces, owned=range(len(blanks)))
-            own = [[at] for at in range(len(across.nodes))]
-            found[rank] = work(rank, across, AddedAcross(flat, [Pieces(gloo, rank, count)], own, blanks))
+            own = [[at] for at in range(len(remaining(replicas, blocks[rank])))]
+            found[rank] = work(rank, across, AddedAcross(flat, [Pieces(gloo, range(count), rank)], own, blanks))
         except BaseException as error:
             found[rank] = error
 
@@ -100,11 +100,11 @@ def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
 
     def work(rank, across, added):
         sums, masks = [], []
-        for level, index in across.nodes:
+        block = hosts(replicas, count, 1)[0][rank]
+        for level, index in remaining(replicas, block):
             mine = vectors[index << level : (index + 1) << level]
             sums.append([column(mine, place) for place in range(len(SHAPES))])
             masks.append(bytes(entry is not None for entry in sums[-1]))
-        block = hosts(replicas, count, 1)[0][rank]
         parts, masks, notes = across.tell((0, 5, UNKNOWN), [PART] * len(block), masks, [bytes([one]) for one in block])
         assert parts == [PART] * replicas
         assert notes == [bytes([replica]) for replica in range(replicas)]
@@ -119,8 +119,9 @@ def test_named_losses_travel():
     parts = [PART._replace(named={"kl": [0.1 + replica, None], "hits": [2.0, 3.0]}) for replica in range(3)] + [PART]
 
     def work(rank, across, added):
-        mine = parts[hosts(4, 2, 1)[0][rank].start :][:2]
-        return across.tell((0, 5, UNKNOWN), mine, [b"\1"] * len(across.nodes), [b""] * 2)[0]
+        block = hosts(4, 2, 1)[0][rank]
+        masks = [b"\1"] * len(remaining(4, block))
+        return across.tell((0, 5, UNKNOWN), parts[block.start :][:2], masks, [b""] * 2)[0]
 
     assert together(2, 4, work, [torch.empty(2)]) == [parts] * 2
 

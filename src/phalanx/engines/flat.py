@@ -69,8 +69,8 @@ class Level(NamedTuple):
     ----------
     size, position : int
         How many there are, and which this worker is.
-    slices : int
-        Into which sums are cut, one for each worker. 0: each adds up whole sums, so that nothing has to be gathered.
+    whole : bool
+        Whether each adds up whole sums, and not a slice of them, so that nothing has to be gathered.
     counts : list of int
         The sums that each of them has.
     sums : list of (Node, list of int)
@@ -81,10 +81,15 @@ class Level(NamedTuple):
 
     size: int
     position: int
-    slices: int
+    whole: bool
     counts: list[int]
     sums: list[tuple[Node, list[int]]]
     groups: list[list[int]]
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices sums are cut."""
+        return 1 if self.whole else self.size
 
 
 class Stretch(NamedTuple):
@@ -164,14 +169,14 @@ def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1, *,
     whole = [(top, [number for number, node in enumerate(every) if covers(top, node)]) for of in tops for top in of]
 
     counts = [len(nodes[worker]) for worker in own], list(map(len, tops))
-    last = 0 if at_once and counts[hosts > 1] == [1, 1] else len(counts[hosts > 1])
-    within_host = Level(each, position, last if hosts == 1 else each, counts[0], within, groups)
+    last = at_once and counts[hosts > 1] == [1, 1]
+    within_host = Level(each, position, last and hosts == 1, counts[0], within, groups)
     across = Level(hosts, host, last, counts[1], whole, [list(range(len(whole)))])
     return [within_host] if hosts == 1 else [within_host, across]
 
 
 class Flat:
-    """The mean gradient over all workers.
+    """What several workers' sums add up to, divided or not.
 
     Parameters
     ----------
@@ -205,7 +210,7 @@ class Flat:
         owned: Sequence[int] | None = None,
     ) -> None:
         self._device, self._replicas, self._among, self._cut = device, replicas, among, cut
-        self.steps = sum(1 + (level.slices > 0) for level in among)
+        self.steps = sum(2 - level.whole for level in among)
         self._like = [
             torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device="meta")
             for spec in specs
@@ -213,7 +218,7 @@ class Flat:
         self._owned = range(len(specs))[::-1] if owned is None else owned
         self._own, self._slices = among[0].counts[among[0].position], 1
         for level in among:
-            self._slices *= level.slices or 1
+            self._slices *= level.slices
         self._laid_out = functools.lru_cache(PATTERNS)(self._lay_out)
         self._rooms: dict[Any, torch.Tensor] = {}
 
@@ -242,10 +247,9 @@ class Flat:
             Whether a bucket is gathered as soon as the next one is dealt; else once all are dealt.
         """
         layout = self.layout(masks)
-        homes = functools.partial(self.homes, layout)
         journeys: list[Journey] = []
         for number, bucket in enumerate(layout.buckets):
-            fill(bucket.filled, homes)
+            fill(bucket.filled, self.homes(layout, number))
             journeys.append(self.travel(carriers, number, layout, over, apart=not behind))
             next(journeys[-1])
             if behind and number:
@@ -270,10 +274,11 @@ class Flat:
         """The rows and buckets of a step in which each node of all workers has these gradients."""
         return self._laid_out(tuple(masks))
 
-    def homes(self, layout: Layout, index: int) -> list[torch.Tensor]:
-        """Where this worker's sums of a parameter lie, one for each of its nodes."""
-        number = next(at for at, row in enumerate(layout.rows) if index in row.places)
-        return [self._home(row, layout.rows[number], index) for row in self._packed(layout, number)]
+    def homes(self, layout: Layout, number: int) -> Homes:
+        """Where this worker's sums of the parameters in a bucket lie."""
+        at = layout.buckets[number].row
+        row, sums = layout.rows[at], list(self._packed(layout, at))
+        return lambda index: [self._home(each, row, index) for each in sums]
 
     def travel(
         self,
@@ -292,7 +297,7 @@ class Flat:
         row, here = layout.rows[bucket.row], slice(bucket.begin, bucket.begin + self._slices * bucket.width)
         target = self._target(layout, bucket.row)[here]
 
-        def room(name: str, depth: int, size: int, *, own: bool = False) -> torch.Tensor:
+        def room(depth: int, name: str, size: int, *, own: bool = False) -> torch.Tensor:
             slot, most = (number, size) if own or apart else (number % IN_FLIGHT, size // bucket.width * bucket.most)
             return scratch(self._rooms, (name, slot, depth, row.dtype), most, row.dtype, self._device)[:size]
 
@@ -306,22 +311,18 @@ class Flat:
         """A slice of the sum of a bucket, which begins at ``first``, level by level; and where it begins there."""
         begin, length = 0, sums.shape[1]
         for depth, (level, carrier) in enumerate(zip(self._among, carriers, strict=True)):
-            slices = level.slices or 1
-            length //= slices
-
-            def given(name: str, size: int, *, own: bool = False, depth: int = depth) -> torch.Tensor:
-                return room(name, depth, size, own=own)
-
-            work, rows = carrier.deal(sums.unflatten(1, (slices, length)), level.counts, given)
+            length //= level.slices
+            dealt = sums.view(len(sums), level.slices, length)
+            work, rows = carrier.deal(dealt, level.counts, functools.partial(room, depth))
             yield
             carrier.wait(work)
-            begin += level.position % slices * length
+            begin += level.position % level.slices * length
             if carrier.in_place and depth + 1 == len(self._among):
                 sums = target[None, begin : begin + length]
             else:
-                sums = room("sum", depth, len(level.groups) * length).view(-1, length)
+                sums = room(depth, "sum", len(level.groups) * length).view(-1, length)
             for total, its_stretches in zip(sums, row.stretches[depth], strict=True):
-                fold_stretches(total, rows, its_stretches, first + begin, spare=True)
+                fold_stretches(total, rows, its_stretches, first + begin)
         return sums[0], begin
 
     def _given_to_all(
@@ -329,10 +330,10 @@ class Flat:
     ) -> Journey:
         """The whole bucket's mean, of which this worker has the slice at ``begin``."""
         for depth, (level, carrier) in reversed(list(enumerate(zip(self._among, carriers, strict=True)))):
-            if level.slices:
+            if not level.whole:
                 begin, length = begin - level.position * len(mean), level.slices * len(mean)
                 at_home = depth == 0 or carrier.in_place
-                whole = target[begin : begin + length] if at_home else room("whole", depth, length, own=True)
+                whole = target[begin : begin + length] if at_home else room(depth, "whole", length, own=True)
                 work = carrier.gather(whole, mean)
                 yield
                 carrier.wait(work)
@@ -377,9 +378,11 @@ class Flat:
                 all_stretches = [[find(level, group) for group in level.groups] for level in self._among]
                 for begin, width in cuts:
                     end = begin + self._slices * width
-                    filled = [index for index, place in places.items() if begin <= place < end]
+                    last = (begin, width) == cuts[-1]  # an empty parameter may begin at its very end
+                    filled = [index for index, place in places.items() if begin <= place and (last or place < end)]
                     buckets.append(Bucket(len(rows), begin, width, width, filled))
-                rows.append(Row(dtype, places, all_stretches, cuts[-1][0] + self._slices * cuts[-1][1]))
+                size = max((begin + self._slices * width for begin, width in cuts), default=0)
+                rows.append(Row(dtype, places, all_stretches, size))
         most: dict[Any, int] = {}
         kinds = [(number % IN_FLIGHT, rows[bucket.row].dtype) for number, bucket in enumerate(buckets)]
         for kind, bucket in zip(kinds, buckets, strict=True):
@@ -438,14 +441,14 @@ def add(
 
 
 def fold_stretches(
-    target: torch.Tensor, rows: Sequence[torch.Tensor], stretches: Sequence[Stretch], first: int, *, spare: bool = False
+    target: torch.Tensor, rows: Sequence[torch.Tensor], stretches: Sequence[Stretch], first: int
 ) -> None:
     """A slice of all partial sums, which begins at ``first``, added up; parameters with equal masks at once.
 
-    ``spare``: the rows may be written.
+    The rows are written.
     """
     for begin, end, present, additions in stretches:
         here = slice(max(begin - first, 0), min(end - first, len(target)))
         if here.start < here.stop:
             parts = [row[here] if position in present else None for position, row in enumerate(rows)]
-            add(target[here], parts, additions, spare=spare)
+            add(target[here], parts, additions, spare=True)

@@ -1,6 +1,7 @@
 """What a step needs of other workers, in two parts: a board, on which all say what all must know, and who adds.
 
-Neither asks what the other one is. So workers of one host or of many, with devices or without, are pairs of parts.
+So workers of one host or of many, with devices or without, are pairs of parts; ``linked`` puts them together. Sums of
+several processes publish on ``Shared`` which gradients there are, and wait there.
 
 ========================  ==========================================  ===========================
 workers                   board                                       sums

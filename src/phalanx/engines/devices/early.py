@@ -136,7 +136,7 @@ class Early:
 
     def _put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Write this worker's sums of a parameter into its bucket."""
-        homes = self._flat.homes(self._layout, index)
+        homes = self._flat.homes(self._layout, self._bucket_of[index])(index)
         for home, (lefts, last) in zip(homes, self._sums, strict=True):
             terms = [vector[index] for vector in lefts if vector[index] is not None]
             terms += [gradient] if last and gradient is not None else []

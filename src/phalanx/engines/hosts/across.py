@@ -36,18 +36,11 @@ class Across:
         The connection to them.
     replicas, parameters : int
         How many there are.
-
-    Attributes
-    ----------
-    nodes : list of (level, index)
-        The nodes of the fold's tree that this host adds up.
     """
 
     def __init__(self, rendezvous: Rendezvous, gloo: Gloo, replicas: int, parameters: int) -> None:
         self._run, self._rank, self._blocks = rendezvous.run, rendezvous.rank, rendezvous.blocks
-        nodes = [remaining(replicas, block) for block in rendezvous.blocks]
-        self.nodes = nodes[self._rank]
-        self._counts = [len(host_nodes) for host_nodes in nodes]
+        self._counts = [len(remaining(replicas, block)) for block in rendezvous.blocks]
         self._parameters, self._gloo = parameters, gloo
         self._rooms: dict[Any, torch.Tensor] = {}
 

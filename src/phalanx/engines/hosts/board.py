@@ -14,8 +14,8 @@ import numpy as np
 from phalanx.engines.flat import Mask
 from phalanx.engines.hosts.across import UNKNOWN, Across
 from phalanx.engines.hosts.gloo import Gloo, Rendezvous
-from phalanx.engines.hosts.pieces import groups
 from phalanx.engines.processes.board import CHECK_STEPS, Shared, Station
+from phalanx.plan.fold import covers, remaining
 from phalanx.seams.records import Part
 
 
@@ -28,6 +28,11 @@ class Network(Shared):
     rendezvous : Rendezvous
     gloo : Gloo
         The connection to them.
+
+    Attributes
+    ----------
+    groups : list of list of int
+        Which sums of this host's workers are added up to each of the host's.
     """
 
     def __init__(self, station: Station, rendezvous: Rendezvous, gloo: Gloo) -> None:
@@ -38,7 +43,8 @@ class Network(Shared):
         # For each replica its pieces, and flags that say which of them changed.
         self._buffer_payload = carried or [[memoryview(bytearray())]] * placement.replicas
         self._block = range(placement.blocks[0].start, placement.blocks[-1].stop)
-        self._groups = groups(station, rendezvous)
+        tops = remaining(placement.replicas, rendezvous.blocks[rendezvous.rank])
+        self.groups = [[at for at, node in enumerate(station.plan.nodes) if covers(top, node)] for top in tops]
         self._masks: list[Mask] = []
         self._checksum = 0
         self._norm = -1, UNKNOWN  # a step, and its gradient's norm here
@@ -70,7 +76,7 @@ class Network(Shared):
         """Which gradients each of this host's sums has: those that the sum of any of its workers has."""
         flags = np.frombuffer(self.publications.read(), np.uint8).reshape(-1, 1 + self.publications.entries)
         there = flags[:, 1:] * (flags[:, :1] > 0)
-        return [there[group].max(0).tobytes() for group in self._groups]
+        return [there[group].max(0).tobytes() for group in self.groups]
 
 
 def bits_of(norm: float) -> int:

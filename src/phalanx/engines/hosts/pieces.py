@@ -11,7 +11,6 @@ import torch
 from phalanx.engines.flat import Cut, Flat, Homes, Mask, add, levels
 from phalanx.engines.hosts.gloo import Gloo, Rendezvous
 from phalanx.engines.processes.board import Station
-from phalanx.plan.fold import covers, remaining
 from phalanx.seams import Order
 from phalanx.seams.records import Vector
 
@@ -25,24 +24,27 @@ class Pieces:
     Parameters
     ----------
     gloo : Gloo
-    rank, size : int
-        This worker's position, and how many there are.
+        One connection for all levels: an error closes it, and so everybody learns of it at once.
+    ranks : sequence of int
+        The processes of this level.
+    position : int
+        This worker's among them.
     """
 
     in_place = True
 
-    def __init__(self, gloo: Gloo, rank: int, size: int) -> None:
-        self._gloo, self._rank = gloo, rank
-        self._others = [other for other in range(size) if other != rank]
+    def __init__(self, gloo: Gloo, ranks: Sequence[int], position: int) -> None:
+        self._gloo, self._position = gloo, position
+        self._others = [(other, rank) for other, rank in enumerate(ranks) if other != position]
 
     def deal(self, sums: torch.Tensor, counts: Sequence[int], room: Callable[..., torch.Tensor]) -> Any:
         slices, works = sums.shape[1], list[Any]()
-        rows = [list(sums[:, self._rank % slices])] * len(counts)
-        for other in self._others:
+        rows = [list(sums[:, self._position % slices])] * len(counts)
+        for other, rank in self._others:
             received = room(f"from {other}", counts[other] * sums.shape[2]).view(counts[other], -1)
             rows[other] = list(received)
-            works.append(self._gloo.begin_receive(received, other))
-            works.append(self._gloo.begin_send(sums[:, other % slices].contiguous(), other))
+            works.append(self._gloo.begin_receive(received, rank))
+            works.append(self._gloo.begin_send(sums[:, other % slices].contiguous(), rank))
         return works, [row for of_worker in rows for row in of_worker]
 
     def wait(self, work: Any) -> None:
@@ -50,9 +52,9 @@ class Pieces:
 
     def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
         works, slices = list[Any](), whole.view(-1, len(mine))
-        for other in self._others:
-            works.append(self._gloo.begin_receive(slices[other], other))
-            works.append(self._gloo.begin_send(mine, other))
+        for other, rank in self._others:
+            works.append(self._gloo.begin_receive(slices[other], rank))
+            works.append(self._gloo.begin_send(mine, rank))
         return works
 
 
@@ -93,24 +95,21 @@ class AddedAcross:
         return [None if entry is None else array_of(entry, blank) for entry, blank in pairs]
 
 
-def added_across(station: Station, rendezvous: Rendezvous, gloo: Gloo) -> AddedAcross:
+def added_across(station: Station, rendezvous: Rendezvous, gloo: Gloo, groups: Sequence[Sequence[int]]) -> AddedAcross:
     """What adds other hosts' sums to those of a worker's host; ``gloo`` connects it to its counterparts on all."""
     blocks, rank, hosts = rendezvous.blocks, rendezvous.rank, rendezvous.hosts
-    replicas, specs = station.placement.replicas, station.plan.layout.contents.gradients
-    among = levels(replicas, blocks, rank, hosts, at_once=True)
-    flat = Flat(specs, replicas, among, in_pieces, owned=station.owned)
-    carriers = [Pieces(gloo, rank, len(blocks))] if hosts == 1 else []
-    host, position = divmod(rank, len(blocks) // hosts)
-    for name, level in zip((f"host {host}", f"position {position}"), among, strict=True) if hosts > 1 else ():
-        link = rendezvous.meet(f"worker {station.worker} {name}", level.position, level.size, station.check)
-        carriers.append(Pieces(link, level.position, level.size))
-    return AddedAcross(flat, carriers, groups(station, rendezvous), station.blanks())
+    contents = station.plan.layout.contents
+    among = levels(station.placement.replicas, blocks, rank, hosts, at_once=True)
+    flat = Flat(contents.gradients, station.placement.replicas, among, in_pieces, owned=station.owned)
+    carriers = [Pieces(gloo, ranks, ranks.index(rank)) for ranks in ranks_of(len(blocks), rank, hosts)]
+    return AddedAcross(flat, carriers, groups, station.blanks())
 
 
-def groups(station: Station, rendezvous: Rendezvous) -> list[list[int]]:
-    """Which sums of a host's workers are added up to each of the host's."""
-    tops = remaining(station.placement.replicas, rendezvous.blocks[rendezvous.rank])
-    return [[at for at, node in enumerate(station.plan.nodes) if covers(top, node)] for top in tops]
+def ranks_of(size: int, rank: int, hosts: int) -> list[range]:
+    """The processes of each level: those of a host, then those of equal position on all hosts; else all."""
+    each = size // hosts
+    host, position = divmod(rank, each)
+    return [range(size)] if hosts == 1 else [range(host * each, (host + 1) * each), range(position, size, each)]
 
 
 def in_pieces(sizes: dict[int, int], itemsize: int, slices: int) -> Cut:

@@ -53,7 +53,6 @@ class Buckets:
     def __init__(self, arrays: Arrays, state: SharedState, layout: Layout, arena: mmap.mmap, worker: int) -> None:
         self.state = state
         self.add_into = arrays.add_into
-        self.contents = layout.contents
         self.destinations = functools.cache(functools.partial(self._vector, worker, mine=False))
         self._arrays = arrays
         self._arena = arena

@@ -60,7 +60,7 @@ class Station:
     @property
     def owned(self) -> list[int]:
         """The parameters that this worker updates, if each has one that does."""
-        return [index for index, owner in enumerate(self.plan.layout.owners) if owner == self.worker]
+        return self.plan.layout.owned(self.worker)
 
     def blanks(self) -> list[Any]:
         """An array shaped as each parameter's gradient, in memory of its own that is never touched."""

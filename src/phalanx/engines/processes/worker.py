@@ -22,7 +22,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import unpacked
 from phalanx.engines.gradients import Gradients
 from phalanx.engines.link import Link
-from phalanx.engines.parts import linked
+from phalanx.engines.linked import linked
 from phalanx.engines.processes.board import Station
 from phalanx.engines.processes.messages import DriverChannel, sendable
 from phalanx.engines.processes.serialization import adopt_environment, remarked, unpack

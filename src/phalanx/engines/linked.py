@@ -36,8 +36,8 @@ def linked(
     board, beyond = Shared(station), None
     if hosts is not None:
         gloo = hosts.meet(f"worker {worker}", hosts.rank, len(hosts.blocks), station.check)
-        board = Network(station, hosts, gloo)
-        beyond = None if placement.copies else added_across(station, hosts, gloo)
+        board = network = Network(station, hosts, gloo)
+        beyond = None if placement.copies else added_across(station, hosts, gloo, network.groups)
     if not placement.copies:
         return Link(station.hosted, board, Owned(station, board, beyond))
     device, seconds = setup["devices"][worker], setup["seconds"]
