@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -809,10 +810,17 @@ def parts_unseen(patch):
             arrived(own, index, gradient)
 
     patch.setattr(Early, "arrived", first)
+    uncompared(patch)
+
+
+def uncompared(patch):
+    """Nobody sees that a gradient is another one than that which was sent; no fault where none is planted."""
+    patch.setattr(Early, "compare", lambda own, gradient: None)
 
 
 def unscaled(patch):
     """The weight of the last replica is forgotten."""
+    uncompared(patch)
     begin = Early.__init__
     patch.setattr(Early, "__init__", lambda own, *facts: begin(own, *facts[:-1], 1))
 
@@ -846,6 +854,39 @@ class Unsteady(nn.Linear):
     def forward(self, x):
         Unsteady.calls += 1
         return super().forward(x) * (1 + Unsteady.calls / 1000)
+
+
+class Halving(nn.Module):
+    """At the end of each backward pass all gradients are halved, in place or by others in their place."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 3))
+        self.other = other
+
+    def forward(self, x):
+        output = self.layers(x)
+        if output.requires_grad:
+            output.register_hook(lambda _: Variable._execution_engine.queue_callback(self.halve))
+        return output
+
+    def halve(self):
+        for parameter in self.parameters():
+            if self.other:
+                parameter.grad = parameter.grad / 2
+            else:
+                parameter.grad.div_(2)
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["in place", "others"])
+@pytest.mark.parametrize("batch_size", [12, 11], ids=["even", "weighted"])
+def test_gradients_that_change_after_they_were_sent(other, batch_size):
+    """They are sent again, to the bits of one process."""
+    recipe = MLP.recipe(4, steps=8, batch_size=batch_size, make_model=functools.partial(Halving, other))
+    wanted = answer(recipe)
+    assert trained(recipe, 2) == trained(recipe, 1) == wanted
+    unseen = dataclasses.replace(recipe, make_model=Planted(recipe.make_model, uncompared))
+    assert trained(unseen, 2) != wanted
 
 
 class WithNothing(nn.Module):

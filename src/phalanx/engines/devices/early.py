@@ -60,6 +60,7 @@ class Early:
         self._journeys: list[Journey] = []
         self._wholes: list[torch.Tensor] = []
         self._sums: Sums = []
+        self._sent: dict[int, tuple[torch.Tensor, int]] = {}  # what was sent of each parameter, and its version then
         self._error: Exception | None = None
 
     def expect(self, sums: Sums) -> None:
@@ -72,6 +73,7 @@ class Early:
             self.right = False
             return
         self.came.add(index)
+        self._sent[index] = gradient, gradient._version
         try:
             self._put(index, gradient if self._weight == 1 else gradient * self._weight)
             self._missing[self._bucket_of[index]] -= 1
@@ -79,6 +81,14 @@ class Early:
                 self._send()
         except Exception as error:
             self.right, self._error = False, self._error or error
+
+    def compare(self, gradient: Vector) -> None:
+        """See that what was sent is the gradient: a later hook, or a callback at the end of the pass, may write it."""
+        scaled = self._weight != 1  # in place, since
+        for index, (sent, version) in self._sent.items():
+            entry = gradient[index]
+            same = entry is not None and entry.data_ptr() == sent.data_ptr() and sent._version == version + scaled
+            self.right = self.right and same
 
     def flush(self, *, right: bool) -> None:
         """Send the rest, even if it is not as expected: others wait for it."""

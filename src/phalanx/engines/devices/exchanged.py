@@ -103,6 +103,8 @@ class Exchanged:
         if self._early is not None and replica >= self._last >= 0:
             self._framework.sharing.listen(None)
             self._pending.append((replica, gradient))
+            if replica == self._last and gradient is not None:
+                self._early.compare(gradient)
         else:
             self._sums.push(replica, gradient)
             self._pushed(replica)
