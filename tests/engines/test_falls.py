@@ -92,6 +92,22 @@ def test_all_workers_at_once(wanted, tmp_path, workers, place):
     assert sprung(tmp_path) >= 1
 
 
+def test_a_death_after_a_snapshot_that_was_broken_off(tmp_path, wanted, monkeypatch):
+    """Ctrl-C before the first step, when workers are about to save: they save in that step, and go back to that."""
+
+    def interrupted(own, options):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with norm_recipe(Trapped(conv_norm, tmp_path, 1, 0, "half updated")).start(workers=3, engine="processes") as run:
+        monkeypatch.setattr(Supervisor, "keep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.result()
+        run.finish()
+        assert_same(run.result(), wanted)
+    assert sprung(tmp_path) == 1
+
+
 def test_deaths_in_a_replay(tmp_path, wanted):
     """A worker dies in its update, and another while that is made good again."""
     make_model = Trapped(conv_norm, tmp_path / "one", 1, 5, "half updated")

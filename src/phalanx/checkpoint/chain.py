@@ -140,6 +140,12 @@ class ChainFile:
         """Before the first new link: cut off steps to be done again, or begin anew; write the records that waited."""
         if self._waiting is None:
             return
+        # Nothing is cut when the file is opened. A run that goes on may still be refused at its first step, and then
+        # no file of the earlier run may have changed. It was cut at once for a run that went on from step 0, also
+        # where that run was refused. Records wait for the same reason. If no link follows they are dropped, and both
+        # files stay as they were. `Chained.begin` cuts at once only where there is no earlier run. The file may have
+        # no link to go on from. Then it is kept under another name, as it alone can prove its steps. Not covered: a
+        # kill in the middle of this. The next run begins at its snapshot, which has a link of its own.
         waiting, self._waiting = self._waiting, None
         if self._end is None:
             self._set_aside()

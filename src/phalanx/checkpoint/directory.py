@@ -70,6 +70,12 @@ class RunDirectory:
         try:
             self.root = _made(self.path)
             self._lock = self._held.add(files.locked(self.root / LOCK, seize=seize))
+            # The lock alone is not enough. Some file systems give it to two runs, and over hosts a process may seize
+            # it from one that is stopped. So whoever comes last leaves a mark here, and goes on. The earlier run
+            # looks for its own mark before it writes (`check_alone`, `note`), and ends. A mark that cannot be read
+            # stops nothing. Rejected: record locks, by which two runs of one process do not see each other, and a pid
+            # in the file, which is wrong across containers. Not covered: what the earlier run writes between its look
+            # and the later mark. NFS may take seconds to show one.
             self._mine = uuid.uuid4().hex.encode()
             os.pwrite(self._lock, self._mine, 0)
             self._log = files.LineFile(self._held.add(files.open_log(self.root / LOG)), self.root / LOG)

@@ -298,6 +298,13 @@ class Flat:
         target = self._target(layout, bucket.row)[here]
 
         def room(depth: int, name: str, size: int, *, own: bool = False) -> torch.Tensor:
+            # Buckets that take turns in a slot all ask for the size of the largest of them (`most`). `scratch` makes
+            # new memory, filled with zeros, whenever a size differs. So with sizes of their own each bucket would get
+            # new memory in each step. `own` is for what is sent, and for what a level gathers: nobody else may write
+            # that while it is under way. With `apart` all buckets are under way at once, so each has its rooms alone.
+            # One room for all buckets is a fault that a test plants. It ends in other bits, or workers notice it. Not
+            # covered: another order of `deal`, fold and `gather` than that of `go_on`. IN_FLIGHT is right for that
+            # one.
             slot, most = (number, size) if own or apart else (number % IN_FLIGHT, size // bucket.width * bucket.most)
             return scratch(self._rooms, (name, slot, depth, row.dtype), most, row.dtype, self._device)[:size]
 

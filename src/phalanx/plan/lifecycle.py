@@ -81,6 +81,12 @@ def newest_whole(due: int, kept: int, torn: int) -> int:
 
     One that was due by then is whole, as all workers have met since they saved. One announced for later is not begun.
     """
+    # Neither word is enough. `kept` may be late: the first worker writes it in `Worker._announce`, and by then others
+    # may update already. `due` may be early: it is written a step ahead. There is one place for snapshots in memory.
+    # So once all have saved what is due, the kept one is overwritten, and going back to `kept` would take the newer
+    # state for that of the older step. `torn` has to be a step that somebody began. Where all copies are gone, the
+    # verdict is one step further. `decide` gives the furthest step that was begun instead. Not covered: all copies
+    # die while they save. The one place is half written then, and `decide` says LOSE.
     return due if kept < due <= torn else kept
 
 
@@ -220,6 +226,13 @@ class Decision(NamedTuple):
 
 
 A, F, S = Action, Fallen, Standing
+# An entry is one next action. The caller does it and asks again, so a repair is a walk through this table. A lost
+# step with a dead worker is RESUME first (ANYBODY, BEHIND), and DO_AGAIN once all are alive. STOP comes before all
+# repairs, as it is known only of idle workers how far they came. OTHERS and KEEPER lose a torn state: the snapshot in
+# memory lacks what the first worker keeps to itself. Nobody comes to (NOBODY, WAITING). It has an entry because each
+# row is filled in column by column. A test plants four wrong entries, one at a time: each leads to a wrong state, or
+# never to an end. Not covered: a death over several hosts. `FailureLog.check` raises there before an entry is acted
+# on.
 TABLE: Final[Mapping[Fallen, Mapping[Standing, Action]]] = {
     fallen: dict(zip(Standing, actions, strict=True))
     for fallen, actions in {
@@ -272,6 +285,13 @@ def stands(run: Situation, verdict: Verdict) -> Standing:
         return Standing.WAITING
     if any(worker.at_work and not worker.fallen for worker in run.workers):
         return Standing.AT_WORK
+    # An unfinished repair decides before the verdict does. In the middle of one, some workers stand where the
+    # snapshot was taken, and others where the update broke off. `judge` looks at the furthest of them, and may call
+    # that mixture whole. So `Supervisor` notes a repair before it touches anything, and drops the note when all
+    # workers have been told. Doing a repair twice is harmless. The mixture was taken for a state once, in
+    # `take_home`, which did not look at the note. RESUME is the exception if all copies are gone: nobody is left who
+    # could hand the state over. Not covered: the end of the caller's process. The note lives there alone, and workers
+    # end with it.
     if run.repair is not None and not (run.lost and run.repair.action is Action.RESUME):
         return Standing.GOING_BACK if run.repair.action is Action.GO_BACK else Standing.RESUMING
     if verdict.torn and (fallen or run.portable):  # if none died, an optimizer raised, and only torch's own can go back

@@ -241,6 +241,13 @@ class Loop:
 
     def _completion(self, report: StepReport) -> Iterator[Callable[[], object] | Again]:
         """The tasks that complete a step, in order."""
+        # This generator hands tasks out, and others call them (`_tell`, `_unbroken`). So a task that raises leaves it
+        # where it was, and the next verb goes on behind that task. If a task were called in here, its exception would
+        # end the generator, and the rest of the step would be lost. Evaluations, schedules, averages, logs and links
+        # were missing after an exception before steps were completed so. A line behind a loop runs when the next task
+        # is asked for. So `observed` is set once all observers are done. Rejected: to call observers again from the
+        # beginning, as some would hear twice. Not covered: what is called in here all the same (`first`, `happened`,
+        # a warning). If that raises, the rest of the step is not told.
         self._report, state = report, self._engine.run_state
         if (first := self._first) is not None:
             self._first = None

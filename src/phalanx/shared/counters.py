@@ -288,6 +288,12 @@ class Barrier:
 
     def begin(self, grant: int) -> None:
         """A new grant: earlier arrivals no longer count."""
+        # Workers may leave a broken grant at different barriers, so their counts differ then. With the grant in the
+        # upper bits all begin the next one at the same number. With counts that only go up they would meet at
+        # different barriers, and the last one would wait for ever. `max` is for a replacement that joins a grant. The
+        # dead worker's count is still in its line, and the next barrier is the one at which the others wait for it.
+        # That needs a death before the exchange of gradients, which `joinable` sees to. Not covered: 2**32 barriers
+        # in one grant, or 2**31 grants in one run. Nothing looks for that.
         self._round = max(self._own.arrived, grant << ROUNDS)  # a replacement goes on where the other ended
 
     def enter(self, step: int) -> None:
@@ -321,6 +327,13 @@ class Barrier:
         counters, nap = self.counters, NAP_SECONDS
         patience = time.perf_counter() + SPIN_SECONDS
         while other.arrived < mine:
+            # If a worker set the flag, all agree: it did not come here, or all have come and pass. The caller may set
+            # it, too (`Supervisor.steady`, `WorkerPool.break_off`), and then workers may part here. Whoever waits
+            # leaves. Whoever comes last finds that all have come, and passes. Nothing here repairs that. At the
+            # barrier before the update, one worker may write its part and others not. `judge` calls that torn. At the
+            # last barrier of a step, not all know that the step is done. `stands` says RESUMING then, and all are
+            # told. Both were missed once, when a run was broken off. Not covered: a worker that neither comes nor
+            # fails. Only the caller's deadline ends that wait.
             if counters.trouble:
                 order()  # a worker that fails after it came has written that it came before it wrote that it failed
                 if other.arrived >= mine:

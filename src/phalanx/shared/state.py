@@ -80,6 +80,13 @@ class FrozenWeights:
             if gradient[index] is not None and not self._thawed[number]:
                 home, base = self._layout.weights[number], self._layout.frozen[number]
                 self._stretch(self._arena, home, number)[:] = self._stretch(self._base, base, number)
+                # The word says from which state on the weight lies in the arena. A plain flag would not do: when the
+                # update of this step is taken back, the weight has to be read from the base again. `enter` compares
+                # the word with the step, and resets it in the worker that owns the weight. So `Worker.take` enters a
+                # step before it restores the snapshot: `Shard._kept` then leaves out what was frozen. The copy is
+                # made in shared memory. So this has to come in the stage UPDATING, which recovery takes back. Workers
+                # read the word of another owner, and never write it. Not covered: R = 1, optimizers from elsewhere or
+                # with hooks, devices and jax. Nothing is frozen there.
                 self._thawed[number] = step + 1
         self.enter(step + 1)
 

@@ -138,6 +138,12 @@ class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a
             check()
         if not self._mine:
             return
+        # The order of what follows is the point. `installed` goes first, while the handler is still there. If the
+        # handler went first, Ctrl-C could raise before `installed` is cleared. It would stay set, and no later block
+        # would set the handler: Ctrl-C would raise anywhere again. A SIGINT up to the change of handlers is counted,
+        # and `take` finds it after that. To count before that lost a Ctrl-C of these few lines, or let it come out of
+        # the next call. A test presses Ctrl-C at each line of these blocks, so try a change with it. Not covered:
+        # other threads, and a SIGINT that is ignored or has no Python handler.
         self._mine = PROCESS.installed = False
         before = PROCESS.before
         if HANDLERS.getsignal(SIGINT) == PROCESS.received:  # else user code chose another, which stays

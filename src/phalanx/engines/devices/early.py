@@ -77,6 +77,14 @@ class Early:
         try:
             self._put(index, gradient if self._weight == 1 else gradient * self._weight)
             self._missing[self._bucket_of[index]] -= 1
+            # A bucket waits for those before it, though it may be full. All workers begin the same collectives in one
+            # order, else one of them waits for a message that never comes. So `flush` sends the rest even if it is
+            # wrong. What was sent is not taken back. `right` turns False, and the masks that workers publish anyway
+            # tell all of them. Then everybody drops what came, and all is sent again from the sums that were kept
+            # back. A gradient in parts comes here again with the sum, when its first part may be on its way.
+            # Rejected: to ask before the backward pass which gradients there will be. That is a wait in each step.
+            # User code may change a gradient after it came here, say when the pass ends: `compare` sees that by the
+            # tensor and its version. Not covered: what writes memory without a version, such as numpy's view of it.
             while len(self._journeys) < len(self._buckets) and not self._missing[len(self._journeys)]:
                 self._send()
         except Exception as error:

@@ -175,6 +175,13 @@ class Distributed(Changing[Processes]):
         finally:
             self._world.part(way, why)
 
+    # `do` is called again once `_go_on` has put another engine in place. So it has to look up `self.engine` when
+    # called: `self._retry(self.engine.peek)` would ask the engine that is closed. `peek` was left out of this once.
+    # What is passed here has to be repeatable. A step is, as it is a function of the state. If it was finished while
+    # the incarnation ended, `_advanced` finds it in `unseen`. Else it would be done twice, and told twice. A
+    # PeersLostError says that this member may not go on, so it is raised. Unless all is done here, the member says
+    # before that it leaves, as others may go on. Not covered: what user code raises. That ends the run everywhere
+    # (`advance`).
     def _retry(self, do: Callable[[], T]) -> T:
         """Do something. If an incarnation ends meanwhile, do it in the next one."""
         while True:

@@ -176,6 +176,13 @@ class Members:
         if self.folder is None or 2 * len(here) != len(self.ranks):
             return quorum(self.ranks, here)
         half = " ".join(map(str, here))
+        # Paxos needs only that any two quorums have a member in common. Two halves have none, so both need one link,
+        # and only one of them can make it. A link is made at once or not at all, over NFS, too, with its word in it.
+        # Only a leader that is about to propose claims. A later leader of the same half reads the same word and goes
+        # on. Where the folder cannot be read the word is "". That is no half, so this one may not go on. `begin`
+        # forgets the claim, and the link's name has the number of the incarnation. Without a folder that all see, the
+        # half with the lowest member goes on. Not covered: a half that claims and then dies. The other one ends with
+        # a PeersLostError all the same.
         if claim and self._half is None:
             self._half = first(self.folder / f"{MARK}{self.run}-{self.number}", half)
         return self._half == half
@@ -210,6 +217,13 @@ class Members:
             if self.final is not None:
                 break
             now = time.monotonic()
+            # Four facts say how long to wait. `_ended` are members that are known to be gone: if the others cannot be
+            # a quorum, nobody is waited for. `since` is when a quorum was last heard. A silent one may be heard
+            # again, so this gives up only after `lost_after` seconds without one. `patience` is for a member that
+            # lives and hangs in user code: the beat beside it goes on. After that time it does not count as alive any
+            # more, and the others agree without it. The last bound is for members that hear each other and still come
+            # to no value. Not covered: anything faster for a hang. A member that hangs between steps costs the others
+            # `deadline_seconds`.
             late = self.alive if now - began < patience else [rank for rank in self.alive if rank in agreement.stopped]
             since = now if self._hopeful([self.me, *late]) else since
             over = now - since > self.seconds or now - began > 2 * patience + self.seconds

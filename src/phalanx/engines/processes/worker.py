@@ -240,6 +240,12 @@ class Worker:
         self._step = step
         self._shard.frozen.enter(step)
         self._barrier.enter(step)
+        # All workers have to decide alike whether they send early. Who sends early on a wrong guess sends all again,
+        # and would wait for others that send once. Nothing compares what they decided. Yet `_twice.due` may differ: a
+        # replacement computes its first step twice, and survivors do not (`take`, `resume`). That does no harm only
+        # because `Exchanged._foresee` forgets all guesses whenever workers connect anew. So nobody sends early in the
+        # first two steps after a death. A worker that had warned of another outcome once cleared its list, and then
+        # decided otherwise than the others. Not covered: any other fact here that is known to one worker alone.
         once = self._definition.phases is None and self._definition.micro_batches == 1
         self._link.overlaps = once and step not in self._twice.due
 

@@ -111,6 +111,12 @@ class Lane:
                 self.check_members()
                 yield computed
             return
+        # Two replicas that were joined hold the very same tensors, and both go into the fold. So `add` and `add_into`
+        # of torch's arithmetic leave out entries that are one object. Without that test each joined sum would be
+        # added to itself. A gradient in parts would be added in another order. The sum's version counter shows it
+        # (`_check_once`). By then the fold has the replica before already, with a wrong sum in it. So that one is
+        # computed again into the same tensors, and no more replicas are joined in this process. Not covered: code
+        # inside the backward pass that reads `.grad` without a hook on it. It sees the sum.
         previous: tuple[Todo, Gradient] | None = None  # the replica before
         for one in todo:
             onto = previous[1] if previous and one.replica % 2 and previous[0].replica == one.replica - 1 else None
