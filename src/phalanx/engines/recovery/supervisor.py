@@ -284,10 +284,10 @@ class Supervisor:
         If a worker dies on the way, or Ctrl-C comes, this is continued later.
         """
         self._repair = Repair(Action.GO_BACK, kept)
-        # A negative `kept` means that no snapshot is whole. The caller's own state goes into the arena then, and nothing
-        # is restored. It was asked once whether `kept` is the step of that state. But workers save at that step, too,
-        # where Ctrl-C comes between `forget` and `keep` in front of the first step. They went on from a torn arena
-        # then, without an error. All are told, not only replacements: survivors may have finished what broke off.
+        # A negative `kept` means that no snapshot is whole. Then the caller's own state goes into the arena, and no
+        # snapshot is restored. It was asked once whether `kept` is the step of that state. But workers save at that
+        # step, too, where Ctrl-C comes between `forget` and `keep` in front of the first step. They went on from a
+        # torn arena then. All are told, not only replacements: survivors may have finished what broke off.
         restore = kept >= 0
         if not restore:
             kept = self._put()
