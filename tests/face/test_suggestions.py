@@ -90,7 +90,7 @@ def test_a_verb_from_elsewhere_is_answered():
     with pytest.raises(AttributeError, match=r"has no attribute 'color'$"):
         _ = callbacks.color
     assert not hasattr(recipe, "fit")
-    assert not hasattr(callbacks, "Callback")
+    assert not hasattr(callbacks, "CSVLogger")
 
 
 def test_a_class_that_answers_is_the_class_that_it_was():

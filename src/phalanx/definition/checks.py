@@ -91,7 +91,6 @@ VERBS = {
 }
 CALLBACKS = {
     "ModelCheckpoint": "the best weights are kept by SaveBest('accuracy'), the state to go on from by train(run_dir=)",
-    "Callback": "any object with hooks is one, and nothing has to be inherited: help(phalanx.callbacks)",
     "EarlyStoppingCallback": "it is called EarlyStopping",
     "CSVLogger": "it is Log('csv')",
     "TensorBoard": "it is Log('tensorboard')",
