@@ -40,9 +40,7 @@ def test_the_guide_has_three_walks():
 
 def test_a_walk_that_is_wrong_is_seen():
     """A file that nobody enters is told, and so is one that another process enters."""
-    text = (
-        "### A walk\n| who | enters |\n| caller | `run/run.py` asks `step.py` |\n| worker | `step.py` |\n\n### Next\n"
-    )
+    text = "### A walk\n- **caller**: `run/run.py` asks\n  `step.py`\n- **worker**: `step.py`\n\n### Next\n"
     [walk] = walking.walks(text)
     assert walk == {"caller": ["run/run.py", "step.py"], "worker": ["step.py"]}
     assert walking.missed(walk, {"caller": ["run/run.py"], "worker": ["step.py"]}) == ["caller: step.py"]

@@ -11,7 +11,7 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 GUIDE = ROOT / "CONTRIBUTING.md"
 WALK = re.compile(r"^### (.+)\n((?:(?!#).*\n)+)", re.MULTILINE)
-ROW = re.compile(r"^\| (caller|worker|zygote) \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^- \*\*(caller|worker|zygote)\*\*: (.+(?:\n  .+)*)$", re.MULTILINE)
 WORKER = "engines/processes/worker.py"
 JOBS = {"workers": (0, 1), "killed": (2,)}  # which walks of the guide are compared with a job
 
