@@ -167,12 +167,11 @@ def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1, *,
     tops = [remaining(replicas, range(blocks[cut[0]].start, blocks[cut[-1]].stop)) for cut in cuts]
     groups = [[at for at, (node, _) in enumerate(within) if covers(top, node)] for top in tops[host]]
     whole = [(top, [number for number, node in enumerate(every) if covers(top, node)]) for of in tops for top in of]
-
-    counts = [len(nodes[worker]) for worker in own], list(map(len, tops))
-    last = at_once and counts[hosts > 1] == [1, 1]
-    within_host = Level(each, position, last and hosts == 1, counts[0], within, groups)
-    across = Level(hosts, host, last, counts[1], whole, [list(range(len(whole)))])
-    return [within_host] if hosts == 1 else [within_host, across]
+    counts, outer = [len(nodes[worker]) for worker in own], list(map(len, tops))
+    if hosts == 1:
+        return [Level(each, position, at_once and counts == [1, 1], counts, within, groups)]
+    across = Level(hosts, host, at_once and outer == [1, 1], outer, whole, [list(range(len(whole)))])
+    return [Level(each, position, False, counts, within, groups), across]
 
 
 class Flat:

@@ -8,7 +8,7 @@ workers                   board                                       sums
 ========================  ==========================================  ===========================
 this process              ``Alone``                                   ``Folded``, ``FoldedOnLanes``
 processes                 ``Shared``                                  ``Owned``
-processes of many hosts   ``Network``, over ``Shared``                ``Owned``, then ``Across``
+processes of many hosts   ``Network``, over ``Shared``                ``Owned``, ``AddedAcross``
 devices                   ``Shared``                                  ``Exchanged``
 devices of many hosts     ``Network``, over ``Shared``                ``Exchanged``
 ========================  ==========================================  ===========================

@@ -36,15 +36,13 @@ def linked(
     board, beyond = Shared(station), None
     if hosts is not None:
         gloo = hosts.meet(f"worker {worker}", hosts.rank, len(hosts.blocks), station.check)
-        board = network = Network(station, hosts, gloo)
-        beyond = None if placement.copies else added_across(station, hosts, gloo, network.groups)
+        board = Network(station, hosts, gloo)
+        beyond = None if placement.copies else added_across(station, hosts, gloo, board.groups)
     if not placement.copies:
         return Link(station.hosted, board, Owned(station, board, beyond))
-    device, seconds = setup["devices"][worker], setup["seconds"]
-    if hosts is None:
-        meet = functools.partial(connected, meeting.fd, worker, len(placement.blocks), device, seconds)
-        sums = Exchanged(station, board, device, placement.blocks, worker, meet, average=average)
-    else:
+    device, blocks, rank, machines = setup["devices"][worker], placement.blocks, worker, 1
+    meet = functools.partial(connected, meeting.fd, rank, len(blocks), device, setup["seconds"])
+    if hosts is not None:
+        blocks, rank, machines = hosts.blocks, hosts.rank, hosts.hosts
         meet = functools.partial(reached, hosts, device)
-        sums = Exchanged(station, board, device, hosts.blocks, hosts.rank, meet, hosts.hosts, average)
-    return Link(station.hosted, board, sums)
+    return Link(station.hosted, board, Exchanged(station, board, device, blocks, rank, meet, machines, average))

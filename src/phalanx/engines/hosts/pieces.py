@@ -98,9 +98,10 @@ class AddedAcross:
 def added_across(station: Station, rendezvous: Rendezvous, gloo: Gloo, groups: Sequence[Sequence[int]]) -> AddedAcross:
     """What adds other hosts' sums to those of a worker's host; ``gloo`` connects it to its counterparts on all."""
     blocks, rank, hosts = rendezvous.blocks, rendezvous.rank, rendezvous.hosts
-    contents = station.plan.layout.contents
+    layout = station.plan.layout
     among = levels(station.placement.replicas, blocks, rank, hosts, at_once=True)
-    flat = Flat(contents.gradients, station.placement.replicas, among, in_pieces, owned=station.owned)
+    owned = layout.owned(station.worker)
+    flat = Flat(layout.contents.gradients, station.placement.replicas, among, in_pieces, owned=owned)
     carriers = [Pieces(gloo, ranks, ranks.index(rank)) for ranks in ranks_of(len(blocks), rank, hosts)]
     return AddedAcross(flat, carriers, groups, station.blanks())
 

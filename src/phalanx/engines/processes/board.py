@@ -57,11 +57,6 @@ class Station:
         if self.barrier.counters.trouble:
             raise Trouble
 
-    @property
-    def owned(self) -> list[int]:
-        """The parameters that this worker updates, if each has one that does."""
-        return self.plan.layout.owned(self.worker)
-
     def blanks(self) -> list[Any]:
         """An array shaped as each parameter's gradient, in memory of its own that is never touched."""
         specs = self.plan.layout.contents.gradients
