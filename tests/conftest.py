@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -37,8 +38,12 @@ SATELLITES = re.compile(
 
 
 def pytest_ignore_collect(collection_path):
-    """Where phalanx has no satellites, files that name one are left out."""
-    return True if CORE and collection_path.suffix == ".py" and SATELLITES.search(collection_path.read_text()) else None
+    """Where phalanx has no satellites, their folders and files that name one are left out."""
+    if not CORE or collection_path == pathlib.Path(__file__).parent / "conftest.py":
+        return None
+    if collection_path.is_dir():
+        return collection_path.name in ("backend", "collectives", "manual", "tinygrad") or None
+    return (collection_path.suffix == ".py" and bool(SATELLITES.search(collection_path.read_text()))) or None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -856,6 +856,29 @@ class Unsteady(nn.Linear):
         return super().forward(x) * (1 + Unsteady.calls / 1000)
 
 
+class OfTwoDtypes(nn.Module):
+    """Half of its parameters are in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 32), nn.Linear(32, 3).double()
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)).double()).float()
+
+
+def test_the_norm_of_several_dtypes_is_that_of_workers():
+    """Clipped on CPUs named as devices, in workers and in one process, a run ends in the same digest and norms."""
+    recipe = MLP.recipe(4, make_model=OfTwoDtypes, max_norm=0.05)
+
+    def ended(**options):
+        with recipe.start(**options) as run:
+            norms = [report.grad_norm for report in run]
+            return norms, run.result().digest
+
+    assert ended(**devices(2)) == ended(workers=2) == ended(**devices(1))
+
+
 class Halving(nn.Module):
     """At the end of each backward pass all gradients are halved, in place or by others in their place."""
 

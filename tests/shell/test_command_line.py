@@ -158,6 +158,7 @@ def test_a_file_has_no_arguments_of_the_command(here, tmp_path):
 @pytest.mark.parametrize("name", ["ring", "ordered", "naive"])
 def test_explain_shows_an_algorithm(here, tmp_path, name):
     """Every round in words, and how much travels; an unknown name is refused."""
+    pytest.importorskip("phalanx.collectives")
     done = here("explain", name, "--participants", "3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "round 1 of" in done.stdout
