@@ -31,6 +31,7 @@ from phalanx.engines.processes.worker import Worker
 from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.frameworks.torch import accelerators
 from phalanx.frameworks.torch.adapter import Torch
+from phalanx.frameworks.torch.optimizer import Update
 from phalanx.plan.lifecycle import Stage
 from phalanx.shared.layout import Spec
 from tests.by_hand import answer
@@ -869,14 +870,27 @@ class OfTwoDtypes(nn.Module):
 
 def test_the_norm_of_several_dtypes_is_that_of_workers():
     """Clipped on CPUs named as devices, in workers and in one process, a run ends in the same digest and norms."""
-    recipe = MLP.recipe(4, make_model=OfTwoDtypes, max_norm=0.05)
 
-    def ended(**options):
-        with recipe.start(**options) as run:
+    def ended(make_model=OfTwoDtypes, **options):
+        with MLP.recipe(4, make_model=make_model, max_norm=0.05).start(**options) as run:
             norms = [report.grad_norm for report in run]
             return norms, run.result().digest
 
-    assert ended(**devices(2)) == ended(workers=2) == ended(**devices(1))
+    wanted = ended(**devices(1))
+    assert ended(**devices(2)) == ended(workers=2) == wanted
+    assert ended(Planted(OfTwoDtypes, of_one_dtype), **devices(2)) != wanted
+
+
+def of_one_dtype(patch):
+    """The norm is that of the gradients in float64 alone."""
+    enqueue = Update.enqueue_norm
+
+    def alone(own, gradient, device):
+        return enqueue(
+            own, [entry if entry is not None and entry.itemsize == 8 else None for entry in gradient], device
+        )
+
+    patch.setattr(Update, "enqueue_norm", alone)
 
 
 class Halving(nn.Module):
