@@ -883,14 +883,12 @@ def test_the_norm_of_several_dtypes_is_that_of_workers():
 
 def of_one_dtype(patch):
     """The norm is that of the gradients in float64 alone."""
-    enqueue = Update.enqueue_norm
+    norm = Update.norm
 
-    def alone(own, gradient, device):
-        return enqueue(
-            own, [entry if entry is not None and entry.itemsize == 8 else None for entry in gradient], device
-        )
+    def alone(own, gradient):
+        return norm(own, [entry if entry is not None and entry.itemsize == 8 else None for entry in gradient])
 
-    patch.setattr(Update, "enqueue_norm", alone)
+    patch.setattr(Update, "norm", alone)
 
 
 class Halving(nn.Module):

@@ -135,10 +135,10 @@ class Update:
         return self.total_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in present]))
 
     def enqueue_norm(self, gradient: Gradient, device: torch.device) -> torch.Tensor:
-        """The norm, on the ``device`` of the gradient; not waited for."""
-        if self._shared and device.type != "cpu":
+        """The norm, on the ``device`` of the gradient, which is an accelerator; not waited for."""
+        if self._shared:
             norm = norm_of_pieces(gradient, self._specs, device)
-        else:  # as a plain loop does it, or workers on CPUs
+        else:  # as a plain loop does it
             norm = torch.nn.utils.get_total_norm([grad for grad in gradient if grad is not None]).to(device)
         self._norm = norm
         return norm
