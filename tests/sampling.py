@@ -44,7 +44,7 @@ EVERY_TIME = {
     "snapshots and resuming": {
         "state/test_resume.py::test_the_driver_is_killed_after_every_step": 1,
         "state/test_resume.py::test_every_kind_of_data": 1,
-        "state/test_resume.py::test_sigterm_at_any_time": 1,
+        "state/test_sigterm.py::test_sigterm_at_any_time": 1,
         "state/test_resume.py::test_what_is_not_put_back_shows_in_the_digest": 1,
         "state/test_damage.py::test_a_damaged_file": 3,
         "state/test_writing.py::test_a_write_that_fails_is_told": 2,

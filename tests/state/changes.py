@@ -295,29 +295,26 @@ def recipe_of(module, given):
 
 @dataclasses.dataclass
 class Change:
-    """A recipe is made of ``given``; then ``old`` becomes ``new`` in its text, or it is made of ``after``.
+    """A recipe is made of ``given``; then a part of its text becomes another one, or it is made of ``after``.
 
-    ``outcome`` is what becomes of a run that goes on with it, ``told`` what is said; ``helpers`` an old and a new text
-    in the other module.
+    ``told`` is what is said of it; ``text`` an old and a new part, ``helpers`` those of the other module.
     """
 
-    outcome: str
-    given: str = ""
-    old: str = ""
-    new: str = ""
     told: str = ""
-    after: str | None = None
+    given: str = ""
+    text: tuple = ("", "")
     helpers: tuple = ("", "")
+    after: str | None = None
 
     def before(self, make):
         """The recipe of a run that goes on with another."""
-        assert self.old in RECIPE
+        assert self.text[0] in RECIPE
         assert self.helpers[0] in HELPERS
         return recipe_of(make(), self.given)
 
     def changed(self, make):
         """The other one, of a module that is made anew."""
-        module = make(RECIPE.replace(self.old, self.new, 1), HELPERS.replace(*self.helpers, 1))
+        module = make(RECIPE.replace(*self.text, 1), HELPERS.replace(*self.helpers, 1))
         return recipe_of(module, self.given if self.after is None else self.after)
 
 

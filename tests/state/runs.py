@@ -30,6 +30,10 @@ def norm_recipe(steps, make_model=conv_norm, **changes):
     return FAMILIES["conv_norm"].recipe(4, make_model=make_model, **(given | changes))
 
 
+def accuracy(output, target):
+    return (output.argmax(-1) == target).float().mean()
+
+
 def assert_same(one, other):
     assert (one.digest, repr(one.loss_history), one.samples) == (other.digest, repr(other.loss_history), other.samples)
 

@@ -203,15 +203,25 @@ def test_an_exception_between_start_and_with(tmp_path):
 
 
 @pytest.mark.long
-def test_no_descriptor_is_left(tmp_path):
-    """Dropped, refused and closed runs leave no descriptor open."""
+def test_no_descriptor_is_left(tmp_path, good):
+    """Dropped, refused and closed runs, and one that passes over a damaged snapshot, leave no descriptor open."""
 
     def once():
+        shutil.copytree(good, tmp_path / "damaged")
+        weights = folder_of(tmp_path / "damaged", NEWER) / "weights.safetensors"
+        weights.unlink()
+        weights.mkdir()
+        with pytest.warns(UserWarning, match="weights.safetensors cannot be used"):
+            norm_recipe(STEPS).train(run_dir=tmp_path / "damaged", engine="inline")
+        shutil.rmtree(tmp_path / "damaged")
         norm_recipe(STEPS).start(run_dir=tmp_path / "run", engine="inline")
         with pytest.raises(phalanx.SnapshotError):
             norm_recipe(STEPS).start(run_dir=tmp_path / "other", warm_start=tmp_path / "nothing", engine="inline")
         norm_recipe(1).train(run_dir=tmp_path / "third", engine="inline")
-        with norm_recipe(1).start(run_dir=tmp_path / "third", engine="inline"), pytest.raises(phalanx.UsageError):
+        with (
+            norm_recipe(1).start(run_dir=tmp_path / "third", engine="inline"),
+            pytest.raises(phalanx.UsageError, match="another run is at work"),
+        ):
             norm_recipe(1).start(run_dir=tmp_path / "third", engine="inline")
 
     once()

@@ -17,14 +17,11 @@ from phalanx.callbacks import EMA, Log, SaveBest
 from phalanx.checkpoint import files
 from tests.sampling import sample
 from tests.state.disks import KINDS, Disk, States, found_in, lay_out
+from tests.state.runs import accuracy
 
 STEPS, PARTS = 8, 16
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(3, (16,), generator=torch.Generator().manual_seed(1))
-
-
-def accuracy(output, target):
-    return (output.argmax(1) == target).float().mean()
 
 
 def net():

@@ -1,5 +1,8 @@
 """Weights by the names that load_state_dict takes: exported, and begun from; states that are saved again."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 
@@ -9,7 +12,9 @@ from phalanx.checkpoint.named import state_dict_of
 from phalanx.checkpoint.resume import read_any
 from phalanx.checkpoint.tensors import write_file
 from phalanx.cli.app import export_weights
-from tests.state.runs import assert_same, engine_of, killed, norm_recipe, sealed
+from tests.families import ADAMW, FAMILIES, SGD, conv_norm
+from tests.sampling import sample
+from tests.state.runs import accuracy, assert_same, engine_of, killed, norm_recipe, sealed
 
 safetensors = pytest.importorskip("safetensors.torch")
 TIED, KEPT, COUNTED = "head.weight", "scale", "positions"
@@ -28,10 +33,6 @@ class Tied(torch.nn.Module):
 
     def forward(self, x):
         return self.head(self.embedding(x)) * self.scale[0]
-
-
-def accuracy(output, target):
-    return (output.argmax(-1) == target).float().mean()
 
 
 X = torch.arange(32) % 7
@@ -245,3 +246,90 @@ def test_a_damaged_snapshot_is_not_the_same(tmp_path):
         (tmp_path / "saved" / "state.json").write_text("{}")
         with pytest.raises(phalanx.UsageError, match="exists already"):
             run.save(tmp_path / "saved")
+
+
+def test_save_and_load(tmp_path):
+    """What run.save writes has the result's digest, its weights and its losses; so does the newest of a run_dir."""
+    with norm_recipe(6).start(engine="inline", run_dir=tmp_path / "run", snapshot_every=5) as run:
+        for _ in range(4):
+            next(run)
+        run.save(tmp_path / "deep" / "saved")
+        result = run.result()
+        run.finish()
+    loaded = phalanx.load(tmp_path / "deep" / "saved")
+    assert (loaded.digest, loaded.step, loaded.loss_history) == (result.digest, 4, result.loss_history)
+    assert loaded.samples == result.samples
+    weights = dict(result.model.named_parameters()) | dict(result.model.named_buffers())
+    assert list(loaded.weights) == list(weights)
+    assert all(torch.equal(loaded.weights[name], tensor) for name, tensor in weights.items())
+    model = conv_norm()
+    model.load_state_dict(loaded.weights)
+    assert phalanx.digest(model) == phalanx.digest(result.model)
+    assert phalanx.load(tmp_path / "run").step == 6
+
+
+def test_saved_twice(tmp_path):
+    """What exists is not written over; a closed run is not saved."""
+    with norm_recipe(2).start(engine="inline") as run:
+        run.save(tmp_path / "saved")
+        before = (tmp_path / "saved" / "manifest.json").read_bytes()
+        next(run)
+        with pytest.raises(phalanx.UsageError, match="exists already"):
+            run.save(tmp_path / "saved")
+        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+        with pytest.raises(phalanx.UsageError, match="exists already"):
+            run.save(tmp_path / "dangling")
+    assert (tmp_path / "saved" / "manifest.json").read_bytes() == before
+    with pytest.raises(phalanx.UsageError, match="closed"):
+        run.save(tmp_path / "late")
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"), sample("warm starts", itertools.product(["conv_norm", "odd_tensors", "counting"], [1, 2]), 1)
+)
+def test_warm_start(tmp_path, name, workers):
+    """Training from saved weights is training the model that has them, with new optimizers and from step 0."""
+    give = functools.partial(FAMILIES[name].recipe, 4, optimizer=ADAMW if name == "conv_norm" else SGD)
+    with give(steps=3).start(**engine_of(workers)) as run:
+        run.finish()
+        run.save(tmp_path / "saved")
+        trained = run.result().model
+    warm = give(steps=4, seed=9).train(warm_start=tmp_path / "saved", **engine_of(workers))
+    assert_same(warm, give(steps=4, seed=9, make_model=trained).train(engine="inline"))
+    assert warm.digest != give(steps=4, seed=9).train(engine="inline").digest
+
+
+def test_warm_start_from_a_run_and_resumed(tmp_path):
+    """A run_dir may be begun from too; a run that goes on takes its own state, whatever there is to begin from."""
+    norm_recipe(3).train(run_dir=tmp_path / "first", engine="inline")
+    options = {"warm_start": tmp_path / "first", "engine": "inline"}
+    alone = norm_recipe(6, seed=9).train(**options)
+    norm_recipe(2, seed=9).train(run_dir=tmp_path / "second", **options)
+    assert_same(norm_recipe(6, seed=9).train(run_dir=tmp_path / "second", **options), alone)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "file", "empty", "."])
+def test_nothing_to_begin_from(tmp_path, place):
+    """A path without a snapshot is refused, by warm_start and by load: it is named, and not as a damaged one."""
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty" / "snapshots").mkdir(parents=True)
+    told = "has no snapshot$" if place == "empty" else "is no snapshot and no directory of a run"
+    with pytest.raises(phalanx.SnapshotError, match=rf"{place}' {told}" if place != "." else told):
+        phalanx.load(tmp_path / place)
+    with pytest.raises(phalanx.SnapshotError, match=told):
+        norm_recipe(2).train(warm_start=tmp_path / place, engine="inline")
+
+
+@pytest.mark.parametrize("name", ["conv_norm", "odd_tensors", "counting", "bfloat16_model", "float64", "mixed_dtypes"])
+def test_others_can_read_the_files(tmp_path, name):
+    """The files are safetensors as its own library reads them, weights and optimizer state alike."""
+    with FAMILIES[name].recipe(3, steps=2).start(engine="inline") as run:
+        run.finish()
+        run.save(tmp_path / "saved")
+        model = run.result().model
+    read = safetensors.load_file(tmp_path / "saved" / "weights.safetensors")
+    weights = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert set(read) == set(weights)
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in weights.items())
+    training = safetensors.load_file(tmp_path / "saved" / "training.safetensors")
+    assert training["loss_history"].tolist() == run.result().loss_history

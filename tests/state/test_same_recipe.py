@@ -20,7 +20,17 @@ from phalanx.definition.plain import array_summary, container_summary
 from phalanx.definition.reachable import installed, reachable
 from tests.exactness.test_phases import recipe as with_phases
 from tests.families import FAMILIES, FEATURES
-from tests.state.runs import assert_same, bytes_of, engine_of, folder_of, killed, norm_recipe, steps_in
+from tests.state.runs import (
+    accuracy,
+    assert_same,
+    bytes_of,
+    engine_of,
+    folder_of,
+    killed,
+    norm_recipe,
+    sealed,
+    steps_in,
+)
 
 
 def scaled(factor):
@@ -105,6 +115,86 @@ def test_a_run_that_was_refused_changes_no_file(tmp_path, workers, step):
     assert bytes_of(tmp_path) != kept
 
 
+WIDTH = {"hidden": 16}
+
+
+def wide_model():
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, WIDTH["hidden"]), torch.nn.ReLU(), torch.nn.Linear(WIDTH["hidden"], 3)
+    )
+
+
+def test_a_changed_model_is_refused(tmp_path, monkeypatch):
+    """A global makes another shape: an error names it; if told to go on, one names the parameter and both shapes."""
+    FAMILIES["mlp"].recipe(3, make_model=wide_model).train(run_dir=tmp_path, engine="inline")
+    monkeypatch.setitem(WIDTH, "hidden", 17)
+    recipe = FAMILIES["mlp"].recipe(3, make_model=wide_model)
+    with pytest.raises(phalanx.UsageError, match=r"\(its global WIDTH\)\['hidden'\] is 17 here, and 16 there"):
+        recipe.train(run_dir=tmp_path, engine="inline")
+    shapes = r"0\.weight is float32\[16, 5\] .*float32\[17, 5\] here"
+    with pytest.warns(UserWarning, match="WIDTH"), pytest.raises(phalanx.PhalanxError, match=shapes):
+        recipe.train(run_dir=tmp_path, engine="inline", resume="anyway")
+
+
+def test_another_recipe_goes_on_anyway(tmp_path):
+    """resume="anyway" goes on with another recipe: a warning and the log say what differs, and then it is its own."""
+    give = functools.partial(FAMILIES["mlp"].recipe, 3, steps=4)
+    options = {"run_dir": tmp_path, "engine": "inline"}
+    give(steps=2, loss_fn=scaled(1.0)).train(**options)
+    with pytest.warns(UserWarning, match=r"going on with another recipe .*loss_fn \(its variable factor\) is 2.0 here"):
+        result = give(loss_fn=scaled(2.0)).train(resume="anyway", **options)
+    assert result.resumed_from == 2
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    [resumed] = [event for event in events if event["event"] == "resume"]
+    assert resumed["differs"] == [
+        "replica 0 of step 2 comes to another loss, another gradient than before",
+        "loss_fn (its variable factor) is 2.0 here, and 1.0 there",
+    ]
+    assert result.digest not in {give(loss_fn=scaled(factor)).train(engine="inline").digest for factor in (1.0, 2.0)}
+    give(steps=5, loss_fn=scaled(2.0)).train(**options)
+    with pytest.raises(phalanx.UsageError, match=r"another recipe: .*loss_fn"):
+        give(steps=5, loss_fn=scaled(1.0)).train(**options)
+
+
+def test_anyway_where_nothing_differs(tmp_path):
+    """resume="anyway" is resume=True where the recipe is the same: no warning, nothing in the log, the same digest."""
+    norm_recipe(2).train(run_dir=tmp_path, engine="inline", resume="anyway")
+    result = norm_recipe(4).train(run_dir=tmp_path, engine="inline", resume="anyway")
+    assert_same(result, norm_recipe(4).train(engine="inline"))
+    assert "differs" not in (tmp_path / "events.jsonl").read_text()
+    for wrong in ("always", 1, None):
+        with pytest.raises(phalanx.UsageError, match=r"resume is .*'anyway'"):
+            norm_recipe(4).train(run_dir=tmp_path, engine="inline", resume=wrong)
+
+
+@pytest.mark.parametrize(
+    "recipe", [{}, {"seed": 0}, {"format": 5}, {"format": 4}, {"format": 4, "values": 1, "hints": [], "versions": {}}]
+)
+def test_a_description_that_is_none(tmp_path, recipe):
+    """What tells of a recipe in a later format, or tells of none, is refused and changes nothing."""
+    norm_recipe(2).train(run_dir=tmp_path, engine="inline", keep_snapshots=1)
+    sealed(folder_of(tmp_path, 2), lambda state: state | {"recipe": recipe})
+    with pytest.raises(phalanx.SnapshotError, match="its recipe"):
+        norm_recipe(4).train(run_dir=tmp_path, engine="inline")
+    assert steps_in(tmp_path) == [2]
+
+
+@pytest.mark.long
+def test_another_environment_is_told(tmp_path, monkeypatch):
+    """With another version of torch, a warning says at the caller's line that bits may differ, and in what."""
+    from phalanx.frameworks import registry
+
+    norm_recipe(2).train(run_dir=tmp_path, engine="inline")
+    found = registry.recorded_environment()
+    assert found == json.loads(json.dumps(found))
+    name = next(iter(found))
+    monkeypatch.setattr("phalanx.checkpoint.resume.recorded_environment", lambda: found | {name: "another"})
+    with pytest.warns(UserWarning, match=f"bits may differ .*{name} is another, was ") as told:
+        result = norm_recipe(4).train(run_dir=tmp_path, engine="inline")
+    assert [item.filename for item in told] == [__file__]
+    assert_same(result, norm_recipe(4).train(engine="inline"))
+
+
 def test_anyway_after_a_kill(tmp_path):
     """resume="anyway" goes on where the first step differs; a warning and the log say in what."""
     options = {"run_dir": tmp_path, "engine": "inline", "snapshot_every": 2}
@@ -167,10 +257,6 @@ def test_nondeterministic_runs_are_not_compared(tmp_path):
     assert not (tmp_path / NEXT).exists()
     with pytest.warns(UserWarning, match="nothing that it computes can be compared"):
         job(steps=3, loss_fn=scaled(2.0)).train(**options)
-
-
-def accuracy(output, target):
-    return (output.argmax(1) == target).float().mean()
 
 
 def test_options_of_callbacks_and_evaluations_are_told(tmp_path):

@@ -6,7 +6,6 @@ import functools
 import io
 import itertools
 import os
-import pathlib
 import shutil
 import signal
 import stat
@@ -471,28 +470,3 @@ def test_directories_that_cannot_be_used(tmp_path, what):
         pytest.skip("this user may write everywhere")
     with pytest.raises(phalanx.UsageError, match=r"run_dir is .*cannot be used"):
         norm_recipe(2).train(run_dir=tmp_path / path, engine="inline")
-
-
-@pytest.mark.long
-def test_no_descriptors_are_left(tmp_path, good):
-    """Runs with a directory, damaged ones and refused ones too, leave no descriptor open."""
-    if not pathlib.Path("/proc/self/fd").exists():
-        pytest.skip("nowhere to count")
-
-    def round_trip(number):
-        run_dir = tmp_path / str(number)
-        shutil.copytree(good, run_dir)
-        weights = folder_of(run_dir, NEWER) / snapshot.WEIGHTS
-        weights.unlink()
-        weights.mkdir()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(phalanx.UsageError):
-                norm_recipe(STEPS, seed=3).train(run_dir=run_dir, engine="inline")
-            norm_recipe(STEPS).train(run_dir=run_dir, snapshot_every=1, engine="inline")
-
-    round_trip(0)
-    before = len(os.listdir("/proc/self/fd"))
-    for number in range(1, 6):
-        round_trip(number)
-    assert len(os.listdir("/proc/self/fd")) == before
