@@ -1,11 +1,13 @@
 """R = k has the bits of a plain loop that computes k shares alone and adds them in the fixed order."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler
 
 import phalanx
 from phalanx.frameworks.torch.arithmetic import same_bytes
@@ -26,6 +28,7 @@ from tests.families import (
 from tests.sampling import cover
 
 MLP = FAMILIES["mlp"]
+each_count = pytest.mark.parametrize("replicas", [1, 3])
 CASES = [(name, replicas) for name, family in FAMILIES.items() for replicas in family.replicas]
 
 
@@ -96,57 +99,69 @@ def test_clipping(name, max_norm):
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name):
-    """Every scheduler is stepped as by hand; ReduceLROnPlateau sees the mean loss."""
-    recipe = MLP.recipe(3, steps=6, optimizer=OPTIMIZERS["sgd_nesterov"], scheduler=SCHEDULERS[name])
+@each_count
+@pytest.mark.parametrize(("name", "optimizer"), cover("schedulers by hand", SCHEDULERS, ["sgd_nesterov", "adamw"]))
+def test_schedulers(name, optimizer, replicas):
+    """Every scheduler is stepped as by hand, ReduceLROnPlateau with the mean loss; without it the end differs."""
+    changes = {"steps": 6, "optimizer": OPTIMIZERS[optimizer]}
+    recipe = MLP.recipe(replicas, scheduler=SCHEDULERS[name], **changes)
     assert trained(recipe) == answer(recipe)
+    assert trained(recipe) != trained(MLP.recipe(replicas, **changes))
 
 
+@each_count
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    """Every optimizer ends in the bits of the folded loop, its state included."""
-    recipe = MLP.recipe(3, optimizer=OPTIMIZERS[name])
+def test_optimizers(name, replicas):
+    """Every optimizer ends in the bits of the loop by hand, its state included."""
+    recipe = MLP.recipe(replicas, steps=8, optimizer=OPTIMIZERS[name])
     assert trained(recipe) == answer(recipe)
 
 
-def test_a_list_of_optimizers():
-    """Muon beside AdamW is stepped once with the folded gradient."""
-    recipe = MLP.recipe(3, optimizer=muon_and_adamw)
+@each_count
+@pytest.mark.parametrize("scheduler", [None, functools.partial(lr_scheduler.StepLR, step_size=2)])
+def test_a_list_of_optimizers(scheduler, replicas):
+    """Muon for the matrices beside AdamW for the rest, each with a scheduler of its own, is stepped as by hand."""
+    recipe = MLP.recipe(replicas, optimizer=muon_and_adamw, scheduler=scheduler)
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize(("name", "replicas"), cover("data by hand", DATA, [2, 3]))
+@pytest.mark.parametrize(("name", "replicas"), [*((name, 1) for name in DATA), *cover("data by hand", DATA, [2, 3])])
 def test_data(name, replicas):
     """Every kind of data is read and collated share by share, with the random numbers of the loop by hand."""
     recipe = MLP.recipe(replicas, steps=6, **DATA[name])
     assert trained(recipe) == answer(recipe)
 
 
+@each_count
 @pytest.mark.parametrize("name", ["mlp", "conv_norm", "transformer"])
-def test_epochs(name):
+def test_epochs(name, replicas):
     """Two epochs are as many steps as two passes take, in bits too."""
-    recipe = FAMILIES[name].recipe(3, epochs=2)
-    assert trained(recipe) == answer(recipe) == trained(FAMILIES[name].recipe(3, steps=recipe.plan.steps))
+    family = FAMILIES[name]
+    recipe = family.recipe(replicas, epochs=2)
+    assert recipe.plan.steps == 2 * -(-SAMPLES // family.batch_size)
+    assert trained(recipe) == answer(recipe) == trained(family.recipe(replicas, steps=recipe.plan.steps))
 
 
-@pytest.mark.parametrize("seed", [1, 2**32 - 1, 2**64 - 1])
-def test_seeds(seed):
+@each_count
+@pytest.mark.parametrize("seed", [1, 2**32 - 1, 2**40 + 7, 2**64 - 1])
+def test_seeds(seed, replicas):
     """Any seed, in model, order and dropout, is as by hand."""
-    recipe = FAMILIES["transformer"].recipe(3, seed=seed)
-    assert trained(recipe) == answer(recipe)
+    recipe = FAMILIES["transformer"].recipe(replicas, seed=seed)
+    assert trained(recipe) == answer(recipe) != trained(FAMILIES["transformer"].recipe(replicas))
 
 
 @pytest.mark.long
+@each_count
 @pytest.mark.parametrize(
     "changes", [{}, {"make_model": lambda: Circumstances(5, 3), "data": FEATURES, "loss_fn": F.cross_entropy}]
 )
-def test_threads(changes):
+def test_threads(changes, replicas):
     """Replicas compute with the recipe's threads, whatever the caller's are, and user code finds so many."""
-    alone, both = (FAMILIES["wide_sum"].recipe(3, threads=threads, **changes) for threads in (1, 2))
+    alone, both = (FAMILIES["wide_sum"].recipe(replicas, threads=threads, **changes) for threads in (1, 2))
     assert trained(alone) == answer(alone)
     torch.set_num_threads(2)
     assert trained(both) == answer(both)
+    assert torch.get_num_threads() == 2
     assert not changes or trained(alone) != trained(both)
 
 
@@ -223,7 +238,7 @@ def test_some_shares_use_the_layer_and_some_do_not():
     assert trained(single) == answer(single)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 def test_unused_parameters_stay(replicas):
     """A gradient absent in all replicas stays absent: no decay, no momentum, no optimizer state."""
     family = FAMILIES["unused"]
@@ -231,6 +246,7 @@ def test_unused_parameters_stay(replicas):
     begun, model = family.make_model(), family.recipe(replicas).train(engine="inline").model
     assert phalanx.digest(model.spare) == phalanx.digest(begun.spare)
     assert model.spare.weight.grad is None
+    assert not torch.equal(model.body.weight, begun.body.weight)
 
 
 def test_shared_gradients_are_views_of_one_storage():

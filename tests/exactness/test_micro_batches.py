@@ -136,11 +136,3 @@ def test_refused():
 
     with pytest.raises(phalanx.UsageError, match="micro-batches"):
         FAMILIES["mlp"].recipe(2, micro_batches=2, loss_fn=sometimes).train(engine="inline")
-
-
-def test_it_is_part_of_the_recipe(tmp_path):
-    """A run is not gone on with under another number."""
-    recipe = FAMILIES["mlp"].recipe(2, steps=2)
-    recipe.train(run_dir=tmp_path / "run", engine="inline")
-    with pytest.raises(phalanx.UsageError, match="micro_batches is 2 here"):
-        FAMILIES["mlp"].recipe(2, steps=4, micro_batches=2).train(run_dir=tmp_path / "run", engine="inline")

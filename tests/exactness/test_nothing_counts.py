@@ -170,7 +170,8 @@ def test_where_it_ends_the_run(way, options):
     """Without 'skip' there is no mean to update with: the error names the step and the way, which works."""
     with pytest.raises(phalanx.RunError, match=r"every replica of step 1 has weight 0.*on_nonfinite='skip'") as caught:
         recipe(on_nonfinite=way).train(**options)
-    assert caught.value.step == 1
+    assert (type(caught.value), caught.value.step) == (phalanx.RunError, 1)
+    assert caught.value.result.digest == recipe(steps=1).train(engine="inline").digest
     assert np.isfinite(caught.value.result.loss_history).all()
 
 

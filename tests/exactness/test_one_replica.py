@@ -1,13 +1,11 @@
 """R = 1 has the bits of the plain PyTorch loop: for every family, optimizer, scheduler and kind of data."""
 
 import copy
-import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import lr_scheduler
 
 import phalanx
 from tests.by_hand import answer, folded, one
@@ -15,13 +13,8 @@ from tests.families import (
     DATA,
     FAMILIES,
     FEATURES,
-    OPTIMIZERS,
     SAMPLES,
-    SCHEDULERS,
-    Circumstances,
-    Unused,
     mlp,
-    muon_and_adamw,
 )  # fmt: skip
 from tests.sampling import cover
 
@@ -42,20 +35,6 @@ def test_families(name):
     assert trained(recipe) == answer(recipe)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    """Every optimizer ends in the bits of the plain loop, its state included."""
-    recipe = MLP.recipe(1, steps=8, optimizer=OPTIMIZERS[name])
-    assert trained(recipe) == answer(recipe)
-
-
-@pytest.mark.parametrize("scheduler", [None, functools.partial(lr_scheduler.StepLR, step_size=2)])
-def test_a_list_of_optimizers(scheduler):
-    """Muon for the matrices beside AdamW for the rest, each with a scheduler of its own, is stepped as by hand."""
-    recipe = MLP.recipe(1, optimizer=muon_and_adamw, scheduler=scheduler)
-    assert trained(recipe) == answer(recipe)
-
-
 def body_only(named):
     return torch.optim.SGD([(name, parameter) for name, parameter in named if name.startswith("0.")], lr=0.1)
 
@@ -65,15 +44,6 @@ def test_parameters_without_an_optimizer(max_norm):
     """Parameters that no optimizer was given stay as they are; their gradients count in the norm, step by step."""
     recipe = MLP.recipe(1, optimizer=body_only, max_norm=max_norm)
     assert trained(recipe) == answer(recipe)
-
-
-@pytest.mark.parametrize(("name", "optimizer"), cover("schedulers by hand", SCHEDULERS, ["sgd_nesterov", "adamw"]))
-def test_schedulers(name, optimizer):
-    """Every scheduler is stepped once a step after the optimizers, as by hand; without it the end differs."""
-    changes = {"steps": 6, "optimizer": OPTIMIZERS[optimizer]}
-    recipe = MLP.recipe(1, scheduler=SCHEDULERS[name], **changes)
-    assert trained(recipe) == answer(recipe)
-    assert trained(recipe) != trained(MLP.recipe(1, **changes))
 
 
 @pytest.mark.parametrize(
@@ -106,22 +76,6 @@ def test_the_last_batch_is_short():
     assert [len(MLP.recipe(1).plan.indices(step)) for step in range(4)] == [8, 8, 4, 8]
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer", "conv_norm"])
-def test_epochs(name):
-    """Two epochs are as many steps as two passes take, in bits too."""
-    family = FAMILIES[name]
-    recipe = family.recipe(1, epochs=2)
-    assert recipe.plan.steps == 2 * -(-SAMPLES // family.batch_size)
-    assert trained(recipe) == answer(recipe) == trained(family.recipe(1, steps=recipe.plan.steps))
-
-
-@pytest.mark.parametrize("seed", [1, 2**32 - 1, 2**40 + 7, 2**64 - 1])
-def test_seeds(seed):
-    """A model made from any seed, and the order that follows from it, are as by hand."""
-    recipe = FAMILIES["transformer"].recipe(1, seed=seed)
-    assert trained(recipe) == answer(recipe) != trained(FAMILIES["transformer"].recipe(1))
-
-
 def test_a_model_that_is_passed_in():
     """A module instead of a factory is copied, trained as by hand, and left as it was."""
     model = mlp()
@@ -130,13 +84,6 @@ def test_a_model_that_is_passed_in():
     assert trained(recipe) == answer(recipe)
     assert phalanx.digest(model) == phalanx.digest(before)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_data(name):
-    """Every kind of data gives the batches, and every random draw in it the numbers, of the loop by hand."""
-    recipe = MLP.recipe(1, steps=6, **DATA[name])
-    assert trained(recipe) == answer(recipe)
 
 
 def test_augmentation_is_new_in_every_epoch():
@@ -148,16 +95,6 @@ def test_augmentation_is_new_in_every_epoch():
             drawn.append(recipe.data[3][0].tolist())
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(set(trained(recipe)[1])) == 2
-
-
-def test_a_gradient_absent_everywhere_stays_none():
-    """Neither weight decay nor momentum touches parameters that nothing used."""
-    model = FAMILIES["unused"].recipe(1).train(engine="inline").model
-    torch.manual_seed(0)
-    begun = Unused()
-    assert torch.equal(model.spare.weight, begun.spare.weight)
-    assert model.spare.weight.grad is None
-    assert not torch.equal(model.body.weight, begun.body.weight)
 
 
 def test_tied_weights_stay_tied():
@@ -242,20 +179,6 @@ def test_the_step_is_in_the_digest():
     model, optimizer = state()
     digests = {phalanx.digest(model, optimizer, step) for step in (None, 0, 2, 3)}
     assert len(digests) == 4
-
-
-@pytest.mark.long
-def test_threads_are_part_of_the_answer():
-    """Two threads have the bits of the plain loop with two threads, and user code finds two."""
-    told = {"make_model": lambda: Circumstances(5, 3)}
-    for family, changes in ((FAMILIES["wide_sum"], {}), (MLP, told)):
-        torch.set_num_threads(1)
-        alone, both = (family.recipe(1, threads=threads, **changes) for threads in (1, 2))
-        assert trained(alone) == answer(alone)
-        torch.set_num_threads(2)
-        assert trained(both) == answer(both)
-        assert torch.get_num_threads() == 2
-    assert trained(alone) != trained(both)
 
 
 def test_shared_gradients_are_clipped_once():

@@ -1,6 +1,5 @@
 """A run that is held: what you see while you hold it, what it measures, reports and leaves behind."""
 
-import contextlib
 import functools
 import itertools
 import math
@@ -186,15 +185,6 @@ def test_an_error_in_the_block_leaves_the_run_closed_and_whole():
     assert run.result().digest == digest_after(1)
 
 
-def test_a_recipe_can_be_trained_again():
-    """Two trainings of one recipe give equal digests, equal histories and models of their own."""
-    made = recipe()
-    first, second = made.train(), made.train()
-    assert first.digest == second.digest
-    assert first.loss_history == second.loss_history
-    assert first.model is not second.model
-
-
 def test_no_steps_leave_the_untrained_model():
     """steps=0 gives the model as make_model made it, and an empty history."""
     for result in (recipe(steps=0).train(), recipe(steps=None, epochs=0).train()):
@@ -294,36 +284,6 @@ def test_callbacks_see_each_step_once_in_order(held):
     assert [report.step for _, report in calls[::2]] == list(range(STEPS))
     assert [report for _, report in calls[::2]] == [report for _, report in calls[1::2]]
     assert threads == {threading.current_thread()}
-
-
-def test_callbacks_change_nothing():
-    """A callback that draws random numbers, switches modes and trains another recipe does not move the answer."""
-
-    def meddle(report):
-        torch.rand(3)
-        np.random.rand(3)
-        random.random()
-        torch.manual_seed(report.step)
-        recipe(steps=1).train()
-
-    assert recipe().train(callbacks=[meddle]).digest == digest_after(STEPS)
-
-
-def test_a_callback_finds_the_callers_surroundings():
-    """Between steps, generators and thread count are the caller's, not the run's."""
-    torch.set_num_threads(2)
-    torch.manual_seed(11)
-    expected = torch.rand(STEPS).tolist()
-    torch.manual_seed(11)
-    drawn, threads = [], set()
-
-    def look(report):
-        drawn.append(torch.rand(1).item())
-        threads.add(torch.get_num_threads())
-
-    recipe().train(callbacks=[look])
-    assert drawn == expected
-    assert threads == {2}
 
 
 # Evaluation
@@ -794,35 +754,6 @@ def test_an_odd_history_plots_too(kind, tmp_path):
 # Beside other things
 
 
-def test_a_run_works_outside_the_main_thread():
-    """In another thread, where signals cannot be handled, a run gives the same digest."""
-    digests = []
-
-    def work():
-        digests.append(recipe().train().digest)
-        with recipe().start() as run:
-            for _ in run:
-                pass
-            digests.append(run.result().digest)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert digests == [digest_after(STEPS)] * 2
-
-
-def test_two_runs_in_one_process_do_not_disturb_each_other():
-    """Steps of two recipes, taken in turn, end as if each had run alone."""
-    other = recipe(seed=5, replicas=2)
-    with recipe().start() as one, other.start() as two:
-        for _ in range(STEPS):
-            one.step()
-            two.step()
-            two.evaluate(accuracy, TEST)
-        assert one.result().digest == digest_after(STEPS)
-        assert two.result().digest == other.train().digest
-
-
 def test_two_runs_of_one_recipe_do_not_disturb_each_other():
     """One recipe may be running twice at a time."""
     made = recipe()
@@ -833,34 +764,6 @@ def test_two_runs_of_one_recipe_do_not_disturb_each_other():
         for _ in one:
             pass
         assert one.result().digest == two.result().digest == digest_after(STEPS)
-
-
-SURROUNDINGS = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
-    "threads": contextlib.nullcontext,
-}
-
-
-@pytest.mark.parametrize("name", SURROUNDINGS)
-def test_the_callers_modes_do_not_enter_the_answer(name):
-    """Gradient mode, inference mode, autocast and thread count of the caller change no bit, and stay as they are."""
-    expected = digest_after(STEPS)
-    torch.set_num_threads(2 if name == "threads" else 1)
-    with SURROUNDINGS[name]():
-        before = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"))
-        with recipe().start() as run:
-            for _ in run:
-                pass
-            run.evaluate(accuracy, TEST)
-            assert run.result().digest == expected
-        assert before == (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-        )
-    assert torch.get_num_threads() == (2 if name == "threads" else 1)
 
 
 def test_a_run_in_one_process_has_no_other_workers():

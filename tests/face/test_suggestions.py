@@ -116,5 +116,6 @@ def test_a_sample_that_cannot_be_read_is_named():
 
     recipe = phalanx.Recipe(torch.nn.Linear(4, 4), Broken(), F.mse_loss, steps=1, batch_size=256, replicas=1)
     for options in ({"engine": "inline"}, {"engine": "processes", "workers": 1}):
-        with pytest.raises(phalanx.WorkerError, match=r"no such file \(while phalanx was reading sample 77\)"):
+        with pytest.raises(phalanx.WorkerError, match=r"no such file \(while phalanx was reading sample 77\)") as told:
             recipe.train(**options)
+        assert "reading sample 77" in "".join(told.value.__cause__.__notes__)
