@@ -131,13 +131,9 @@ def test_a_schedule_goes_by_epochs_or_by_a_metric(tmp_path, workers):
         result = made.train(callbacks=[lambda report: found.append(report.lr)], workers=workers, **options)
         return found[::5], result.digest
 
-    def step_lr(optimizer):
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    def plateau(optimizer):
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-
     by_epoch = {"schedule_every": "epoch", "epochs": 4}
+    step_lr = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
     assert rates(recipe(scheduler=step_lr, **by_epoch))[0] == [0.01, 0.005, 0.0025, 0.00125]
     never = phalanx.Evaluation({"never": lambda output, target: 0.0}, (HELD_OUT, TARGETS))
     made = recipe(scheduler=plateau, schedule_on="never", **by_epoch)
@@ -153,10 +149,7 @@ def test_a_schedule_goes_by_epochs_or_by_a_metric(tmp_path, workers):
 
 def test_schedules_that_cannot_be_are_refused():
     """What is missing is named."""
-
-    def plateau(optimizer):
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     for changes, words in (
         ({"schedule_every": "epoch"}, "there is no scheduler"),
         ({"scheduler": plateau, "schedule_every": "year"}, "schedule_every is 'year'"),
@@ -179,10 +172,7 @@ def test_what_is_so_anyway_may_be_said():
 
 def test_epochs_that_were_taken_for_steps_are_warned_of():
     """A schedule that is through within the first epoch is pointed at; saying which is meant silences it."""
-
-    def step_lr(optimizer):
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
+    step_lr = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     with pytest.warns(UserWarning, match=r"StepLR with step_size=1, which counts steps.*schedule_every='epoch'"):
         recipe(scheduler=step_lr, epochs=3).start().close()
     recipe(scheduler=step_lr, epochs=3, schedule_every="step").start().close()
@@ -218,10 +208,7 @@ def dying_once(output, target, path=None):
 @pytest.mark.long
 def test_workers_that_fall_around_an_evaluation_change_nothing(tmp_path):
     """A metric that kills its worker is measured again; what a schedule was told is not lost with who was told."""
-
-    def plateau(optimizer):
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
-
+    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, mode="max", factor=0.5, patience=0)
     made = recipe(scheduler=plateau, schedule_every="epoch", schedule_on="never", epochs=4)
     path = tmp_path / "died"
     path.touch()

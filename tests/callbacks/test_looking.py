@@ -81,6 +81,7 @@ def assign(name, value):
 CHANGES = {
     "thaw": (lambda model: model.first.requires_grad_(True), r"'first\.weight' was frozen or thawed"),
     "freeze": (lambda model: model.last.requires_grad_(False), r"'last\.weight' was frozen or thawed"),
+    "a weight": (lambda model: nn.init.zeros_(model.last.bias), r"'last\.bias' was written"),
     "written": (lambda model: model.norm.running_var.zero_(), r"'norm\.running_var' was written"),
     "statistics": (lambda model: model.norm.train()(torch.ones(4, 16)), r"'norm\.\w+' was written"),
 }

@@ -68,14 +68,6 @@ def test_training_a_replica_leaves_the_model_alone():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("make_model", [double, mlp_bfloat16])
-def test_dtypes_are_kept(make_model):
-    """Float64 and bfloat16 models stay what they are."""
-    model = make_model()
-    for replica in manual.replicate(model, ["cpu"] * 2):
-        assert [tensor.dtype for tensor in tensors(replica)] == [tensor.dtype for tensor in tensors(model)]
-
-
 def test_flags_and_modes_are_kept():
     """Frozen parameters stay frozen, and each module keeps its own train or eval mode."""
     model = frozen()

@@ -48,12 +48,6 @@ def test_torch_chunk_cuts_elsewhere():
     assert [shard.tolist() for shard in x.chunk(4)] == [[0, 1], [2, 3], [4]]
 
 
-def test_shards_may_be_empty():
-    """With fewer samples than shards the last are empty, in shape too."""
-    shards = manual.shard_batch((torch.ones(2, 3), np.ones(2)), 4)
-    assert [(tuple(x.shape), y.shape) for x, y in shards] == [((1, 3), (1,))] * 2 + [((0, 3), (0,))] * 2
-
-
 def test_structures_are_kept():
     """Named tuples stay named tuples, dicts dicts, and a bare tensor or list itself."""
     first, second = manual.shard_batch(Pair(torch.arange(3), np.arange(3)), 2)
