@@ -643,17 +643,6 @@ def test_resumed_on_the_cpu(fake, tmp_path):
         assert trained(recipes[2], 3, run_dir=tmp_path) == trained(recipes[2], 1)
 
 
-def test_between_steps(fake):
-    """Evaluation and results between steps do not depend on the number of devices."""
-
-    def look(count):
-        family = FAMILIES["conv_norm"]
-        with family.recipe(3, steps=3).start(devices=named(count)) as run:
-            return [(run.evaluate(F.cross_entropy, family.data, batch_size=7), run.result().digest) for _ in run]
-
-    assert look(2) == look(3) == look(1)
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_chunks_are_measured_on_all_devices(fake, tmp_path, count):
     """Chunks of an evaluation are shared among the devices; the value is that of one device, and so is an error."""

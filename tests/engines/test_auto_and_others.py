@@ -140,8 +140,9 @@ class Stacking(torch.optim.SGD):
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", [hooked, functools.partial(Stacking, lr=0.1), Elsewhere])
 def test_optimizers_that_see_everything_run_whole(optimizer):
-    """Hooks, empty groups, state beside the parameters: one worker has all of it."""
-    assert_same(*both(FAMILIES["mlp"].recipe(3, optimizer=optimizer)))
+    """Hooks, empty groups, state beside the parameters: one worker has all of it, also where gradients are clipped."""
+    for more in ({}, {"max_norm": 0.05}):
+        assert_same(*both(FAMILIES["mlp"].recipe(3, optimizer=optimizer, **more)))
 
 
 def test_hooks_for_all_optimizers_are_refused():

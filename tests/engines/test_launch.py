@@ -93,19 +93,6 @@ def assert_says(done, *lines):
 
 
 @pytest.mark.long
-def test_a_script_without_a_main_guard(tmp_path, verdict):
-    """Lambdas, closures and classes of __main__ travel, and the script is not run again by any worker."""
-    (tmp_path / "script.py").write_text("print('top of the script')\n" + JOB + VERDICT)
-    assert_says(python(tmp_path / "script.py"), "top of the script", verdict)
-
-
-@pytest.mark.long
-def test_a_script_that_comes_through_stdin(verdict):
-    """`python - <<EOF` works: there is no file that a worker could import."""
-    assert_says(python("-", text=JOB + VERDICT), verdict)
-
-
-@pytest.mark.long
 def test_a_command_that_stands_in_the_arguments(verdict):
     """`python -c` works."""
     assert_says(python("-c", JOB + VERDICT), verdict)
@@ -491,19 +478,6 @@ def test_settings_go_back_with_the_next_run():
     assert seen_by("processes", "loss", workers=2) == seen_by("inline", "loss")
 
 
-def test_the_settings_change_the_bits_alike():
-    """A model made under another default dtype, without mkldnn, has the same digest in workers."""
-    torch.set_default_dtype(torch.float64)
-    torch.backends.mkldnn.enabled = False
-    try:
-        x = torch.randn(24, 3)
-        recipe = small(data=(x, x[:, :1]), make_model=lambda: nn.Sequential(nn.Linear(3, 64), nn.Linear(64, 1)))
-        assert in_workers(recipe).digest == recipe.train(engine="inline").digest
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.backends.mkldnn.enabled = True
-
-
 # Output
 
 
@@ -777,32 +751,6 @@ def test_a_limit_on_files():
     refused, *same = done.stdout.splitlines()
     assert re.search(TOO_LARGE, refused)
     assert same == ["True", "True"]
-
-
-def forbidden(*_):
-    raise PermissionError("memfd_create: operation not permitted")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["missing", "forbidden"])
-def test_a_system_without_memfd(kind, monkeypatch, tmp_path):
-    """Where there is no memfd, an unlinked temporary file does: same digest, nothing left in the folder."""
-    small().train(workers=1, engine="processes")  # the process that starts workers is there, and has its own folder
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    if kind == "missing":
-        monkeypatch.delattr(os, "memfd_create")
-    else:
-        monkeypatch.setattr(os, "memfd_create", forbidden)
-    recipe = small()
-    with recipe.start(workers=2, engine="processes") as run:
-        assert list(tmp_path.iterdir()) == []
-        for _ in run:
-            pass
-        maps = pathlib.Path(f"/proc/{run.worker_pids[0]}/maps").read_text()
-        assert str(tmp_path) in maps
-        assert run.evaluate(F.mse_loss, (torch.zeros(4, 3), torch.zeros(4, 1))) >= 0
-    assert run.result().digest == recipe.train(engine="inline").digest
-    assert list(tmp_path.iterdir()) == []
 
 
 TRAINED = """

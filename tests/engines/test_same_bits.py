@@ -118,14 +118,6 @@ def test_families_with_any_number_of_workers(name, workers):
     same(recipe, workers)
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize(("name", "replicas"), [("conv_norm", 3), ("transformer", 7), ("spectral", 6), ("lstm", 2)])
-def test_families_with_other_replicas(name, replicas):
-    """Counts of replicas that no number of workers divides."""
-    for workers in {1, 2, replicas - 1, replicas}:
-        same(FAMILIES[name].recipe(replicas), workers)
-
-
 @two_or_three("optimizers")
 @pytest.mark.parametrize("name", sample("optimizers", [*OPTIMIZERS, "muon_and_adamw"], 4))
 def test_optimizers(name, workers):
@@ -221,17 +213,6 @@ def test_threads(workers):
 
 
 # Shares that hold nothing, count nothing, or overflow.
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-@pytest.mark.parametrize("name", ["mlp", "counting", "partly_unused"])
-def test_batches_smaller_than_r(name, batch_size):
-    """Replicas, and whole workers, without a sample are absent, not zeros."""
-    recipe = FAMILIES[name].recipe(7, batch_size=batch_size)
-    assert 0 in {len(share) for share in recipe.plan.shares(0)}
-    for workers in (2, 4, 7):
-        same(recipe, workers)
 
 
 @pytest.mark.parametrize(("drop_last", "workers"), cover("short last batch", [True, False], FEW[:2]))
@@ -380,19 +361,6 @@ def test_a_worker_that_evaluated_and_then_had_no_sample_takes_over_the_settled_b
                 values.append(run.evaluate(metric, FEATURES, CHUNK))
             answers.add((run.result().digest, *values))
     assert len(answers) == 1
-
-
-class OwnSGD(torch.optim.SGD):
-    """From elsewhere than torch: it has to see all parameters at once, so one worker owns them."""
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("max_norm", [float("inf"), 0.05])
-def test_an_optimizer_from_elsewhere(max_norm):
-    """It runs whole on one worker, clipped or not; the others step with nothing."""
-    optimizer = lambda named: OwnSGD(named, lr=0.1, momentum=0.9)  # noqa: E731
-    for workers in (1, 2, 5):
-        same(MLP.recipe(5, optimizer=optimizer, max_norm=max_norm), workers)
 
 
 def test_a_schedule_goes_on_over_skipped_steps():

@@ -512,19 +512,6 @@ def test_another_model_in_a_worker_is_refused():
     assert_no_workers()
 
 
-def test_what_cannot_travel_is_refused_by_its_path():
-    """A recipe that holds a lock is a UsageError that names the way to it; nothing is left of the attempt."""
-    lock = threading.Lock()
-
-    def loss_fn(output, target):
-        with lock:
-            return F.mse_loss(output, target)
-
-    with pytest.raises(phalanx.UsageError, match=r"loss_fn.*lock.*cannot be sent to a worker"):
-        recipe(loss_fn=loss_fn).start(workers=2, engine="processes")
-    assert_no_workers()
-
-
 # Deaths
 
 
@@ -574,17 +561,6 @@ def test_what_ends_every_worker_is_told_soon(way, place):
     assert run.worker_pids == ()
     assert_no_workers()
     assert recipe().train(workers=2, engine="processes").digest == recipe().train(engine="inline").digest
-
-
-@pytest.mark.campaign
-def test_what_ends_workers_while_everybody_runs_ahead_is_told():
-    """Workers that die in train(), far from the caller, are told too."""
-    began = time.monotonic()
-    error = workers_error(3, **failing_at("loss", lambda: os._exit(3)), steps=400)
-    assert type(error) is phalanx.RunError
-    assert "exited with status 3" in str(error)
-    assert time.monotonic() - began < SOON
-    assert_no_workers()
 
 
 MOMENTS = ["between steps", "in a step", "in an evaluation", "before close"]
@@ -644,29 +620,6 @@ def test_exit_in_user_code_does_not_hang():
         recipe(**failing_at("loss", lambda: sys.exit(75))).train(workers=2, engine="processes")
     assert time.monotonic() - began < SOON
     assert_no_workers()
-
-
-@pytest.mark.campaign
-def test_the_death_of_the_zygote_is_survived():
-    """If the process that starts workers is killed, they end with it; the run starts another and goes on."""
-    phalanx.close()
-    before = children()
-    with recipe().start(workers=2, engine="processes") as run:
-        run.step()
-        ours = children() - before  # the zygote and what is below it
-        (zygote,) = [process for process in psutil.Process().children() if process.pid in ours]
-        zygote.kill()
-        began = time.monotonic()
-        all_of(run)
-        assert time.monotonic() - began < SOON + 10  # of importing the framework
-        assert "replaced" in [incident.kind for incident in run.result().incidents]
-        assert run.result().digest == recipe().train(engine="inline").digest
-    assert_no_workers()
-
-
-def all_of(run):
-    for _ in run:
-        pass
 
 
 # Ctrl-C
@@ -884,37 +837,6 @@ def test_a_metric_that_weighs_nothing_is_told_as_inline():
             run.evaluate(lambda output, target: (output.mean(), 0.0), (X, Y), batch_size=10)
         errors.append(str(caught.value))
     assert errors[0] == errors[1]
-
-
-def test_a_metric_that_cannot_travel_is_refused_and_the_run_goes_on():
-    """A metric that holds a lock is a UsageError that names the way to it; the run is as it was."""
-    lock = threading.Lock()
-
-    def metric_fn(output, target):
-        with lock:
-            return F.mse_loss(output, target)
-
-    with recipe().start(workers=2, engine="processes") as run:
-        run.step()
-        with pytest.raises(phalanx.UsageError, match=r"metric_fn.*lock.*cannot be sent to a worker"):
-            run.evaluate(metric_fn, (X, Y))
-        value = run.evaluate(F.mse_loss, (X, Y))
-        assert math.isfinite(value)
-        for _ in run:
-            pass
-        assert run.result().digest == recipe().train(engine="inline").digest
-
-
-def test_a_batch_that_cannot_travel_is_refused_and_the_run_goes_on():
-    """A brought batch that holds something bound to this process is a UsageError; the next batch works."""
-    changes = {"data": None, "steps": None, "forward_fn": lambda model, batch: model(batch["x"])}
-    changes["target_fn"] = lambda batch: batch["y"]
-    with recipe(**changes).start(workers=2, engine="processes") as run:
-        run.step({"x": X[:16], "y": Y[:16]})
-        with pytest.raises(phalanx.UsageError, match="lock"):
-            run.step({"x": X[:16], "y": Y[:16], "lock": [threading.Lock() for _ in range(16)]})
-        run.step({"x": X[16:32], "y": Y[16:32]})
-        assert run.steps == 2
 
 
 def test_a_breakpoint_in_a_worker_says_what_to_do():
