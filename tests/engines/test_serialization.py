@@ -81,7 +81,7 @@ def module_of(name, source):
 
 @pytest.mark.long
 def test_functions_and_classes_of_any_kind_arrive(called):
-    """Closures, partials, local classes with all that they have, and functions that call each other, also themselves."""
+    """Closures, partials, local classes with all that they have, and functions that call each other."""
     base = 10
 
     class Base:
