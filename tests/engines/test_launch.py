@@ -266,20 +266,6 @@ def test_local_classes_and_closures_of_a_function():
 
 
 @pytest.mark.long
-def test_twice_and_after_close():
-    """A second run, and one after phalanx.close(), end as the first one."""
-    recipe = small()
-    digests = {recipe.train(engine="inline").digest}
-    for _ in range(2):
-        digests.add(in_workers(recipe).digest)
-    phalanx.close()
-    digests.add(in_workers(recipe).digest)
-    phalanx.close()
-    phalanx.close()
-    assert len(digests) == 1
-
-
-@pytest.mark.long
 def test_two_runs_open_at_once():
     """Two runs of one process, their steps interleaved, do not meet."""
     one, other = small(seed=1), small(seed=2)

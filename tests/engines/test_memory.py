@@ -1,6 +1,5 @@
 """Shared memory: where things lie in it, how much of it there may be, and what is used where there is no memfd."""
 
-import contextlib
 import mmap
 import os
 import pathlib
@@ -324,51 +323,3 @@ def test_steps_in_this_process_use_their_memory_again(tmp_path):
     )
     assert kept < 20 * 200  # pages of 4 kB; a step's gradients have 2,000
     assert faulted > 20 * 1000
-
-
-class Adapted(torch.nn.Module):
-    """A wide layer, frozen or not, and a narrow one beside it."""
-
-    def __init__(self, width, trained):
-        super().__init__()
-        self.base = torch.nn.Linear(width, width, bias=False).requires_grad_(trained)
-        self.down, self.up = torch.nn.Linear(width, 2), torch.nn.Linear(2, width)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def shared_bytes(run):
-    """The arena of a run, as far as it was ever touched."""
-    pid = run.worker_pids[0]
-    found = {}
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{fd}"
-        with contextlib.suppress(FileNotFoundError):
-            if "memfd:phalanx" in os.readlink(path):
-                facts = os.stat(path)
-                found[facts.st_ino] = facts.st_blocks * 512
-    return max(found.values())  # the arena
-
-
-@pytest.mark.cases(1)
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd") or not hasattr(os, "memfd_create"), reason="needs memfd")
-@pytest.mark.parametrize("workers", [2, 3])
-def test_frozen_weights_take_no_room_but_their_own(workers):
-    """A frozen base lies in shared memory once, and once in the snapshot: no gradients, no optimizer state of it.
-
-    Negative twin: trained, the same base takes several times as much.
-    """
-    width = 1024
-    size, x = 4 * width * width, torch.randn(32, width)
-    touched = {}
-    for trained in (False, True):
-        recipe = phalanx.Recipe(
-            lambda trained=trained: Adapted(width, trained), (x, x), torch.nn.functional.mse_loss,
-            replicas=3, batch_size=6, steps=5,
-        )  # fmt: skip
-        with recipe.start(workers=workers, engine="processes") as run:
-            run.finish()
-            touched[trained] = shared_bytes(run)
-    assert 0.9 * size < touched[False] < 2.3 * size
-    assert touched[True] > 5 * size
