@@ -16,7 +16,7 @@ pytestmark = pytest.mark.house
 TOKENS = 251_000  # of the package, without docstrings and comments; lower it whenever you can
 FILE_LINES = 500
 FUNCTION_LINES = 40
-TEST_LINES = 59_900  # of all files of tests; lower it whenever you can
+TEST_LINES = 59_643  # of all files of tests; lower it whenever you can
 TEST_FILE_LINES = 800
 STILL_LONGER = {"face/test_errors.py", "face/test_run.py", "state/test_resume.py"}  # to be cut; nothing may be added
 
