@@ -15,7 +15,7 @@ from phalanx.lab.timing import measured
 from phalanx.proof.verify import certify, check_certificate, verify
 from tests import accelerator
 from tests.devices.planting import Planted
-from tests.devices.test_ranks import in_order_of_arrival
+from tests.devices.test_wrong_sums import in_order_of_arrival
 from tests.families import FAMILIES, terms
 
 RECIPE = """

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from phalanx import collectives
-from tests import accelerator
 from tests.collectives.oracles import CASES, bits, wild
 from tests.orders import triples
 
@@ -19,12 +18,6 @@ PER_DEVICE = [1, 2]
 ALGORITHMS = ["ordered", "ring", "naive"]
 # The fake device has the CPU's kernels, but not all of those for complex numbers and for narrow integers.
 KINDS = [(op, dtype) for op, dtype in CASES if dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64)]
-
-
-@pytest.fixture
-def fake():
-    """The device module, as after loading."""
-    return accelerator.accelerator()
 
 
 def places(count, per_device=1):

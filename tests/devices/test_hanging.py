@@ -17,8 +17,8 @@ from phalanx.engines.processes.worker import Worker
 from phalanx.plan.lifecycle import Stage
 from tests import accelerator
 from tests.accelerator import ccl
+from tests.devices.accelerated import Noting, noisy, notes
 from tests.devices.planting import Planted, in_worker, mark_caller
-from tests.devices.test_accelerators import Noting, noisy, notes
 from tests.engines.deaths import Trapped, sprung
 from tests.families import ADAMW, FAMILIES
 from tests.hosts.worlds import BEGIN, END, ended, started
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.accelerator
 MLP = FAMILIES["mlp"]
 ON_THE_WAY = ["all_to_all", "gather"]  # places beside the named ones: others begin this, and it does not
 PLACES = [*(stage.name for stage in Stage), *ON_THE_WAY]
-
-
-@pytest.fixture
-def fake():
-    """The device module, as after loading."""
-    return accelerator.accelerator()
 
 
 class OfRank(Trapped):

@@ -15,7 +15,6 @@ import phalanx
 from phalanx import manual
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.manual import replicas as shared_replicas
-from tests import accelerator
 from tests.by_hand import start, take
 from tests.families import FAMILIES, ConstantBuffers, TrappedNet, conv_norm, mlp, normal, terms, whole
 
@@ -31,12 +30,6 @@ PLAIN = [
     for name, family in FAMILIES.items()
     if name not in LEFT_OUT and family.forward_fn is None and family.precision is None and family.batch_size
 ]
-
-
-@pytest.fixture
-def fake():
-    """The device module, as after loading."""
-    return accelerator.accelerator()
 
 
 def places(count, per_device=1):

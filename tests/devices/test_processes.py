@@ -7,7 +7,6 @@ import subprocess
 import pytest
 
 from phalanx.callbacks import EMA
-from tests import accelerator
 from tests.by_hand import answer
 from tests.families import FAMILIES, OPTIMIZERS, terms
 from tests.hosts.worlds import BEGIN, END, ended, started, world
@@ -19,12 +18,6 @@ accelerator.accelerators.MENTIONED.add("local")
 os.environ["LOCAL_RANK"] = str(rank)
 device = [f"fake:{rank}"]
 """
-
-
-@pytest.fixture
-def fake():
-    """The device module, as after loading."""
-    return accelerator.accelerator()
 
 
 def wanted(family, replicas, **changes):

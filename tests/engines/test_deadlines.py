@@ -51,17 +51,6 @@ def test_a_step_that_takes_long_is_tried_with_more_time(impatient):
 
 
 @pytest.mark.long
-def test_a_long_evaluation_after_short_steps(impatient):
-    """Evaluations are not measured by steps: nobody is killed."""
-    recipe = FAMILIES["mlp"].recipe(2, epochs=1)
-    evaluation = phalanx.Evaluation(accuracy, FAMILIES["mlp"].data, batch_size=64)
-    assert ended(recipe, workers=2, engine="processes", evaluation=evaluation) == (
-        recipe.train(engine="inline").digest,
-        [],
-    )
-
-
-@pytest.mark.long
 def test_a_long_evaluation_with_auto(impatient, monkeypatch):
     """The same where the run has moved from this process to workers."""
     recipe = FAMILIES["mlp"].recipe(2, steps=8)

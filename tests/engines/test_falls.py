@@ -1,15 +1,12 @@
 """When a worker falls, the next steps forward: the same digest, every step seen once, nothing done that need not be."""
 
 import collections
-import contextlib
 import functools
 import itertools
 import math
 import os
 import pathlib
-import random
 import signal
-import threading
 import time
 import types
 
@@ -290,30 +287,6 @@ def test_deaths_while_nothing_is_done():
     assert_same(result, recipe.train(engine="inline"))
 
 
-@pytest.mark.campaign
-def test_one_death_in_every_step():
-    """200 steps, in each of which a worker is ended, at any time in it: the run ends, in the same digest."""
-    recipe = FAMILIES["mlp"].recipe(3, steps=200, optimizer=ADAMW, scheduler=COSINE)
-    rng, ended = random.Random(0), []
-
-    def end(pids):
-        for pid in rng.sample(pids, len(pids)):  # one may have been ended after the last step
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                ended.append(pid)
-                return
-
-    with recipe.start(workers=2, engine="processes") as run:
-        for _ in range(200):
-            timer = threading.Timer(rng.uniform(0, 0.002), end, [run.worker_pids])
-            timer.start()
-            run.step()
-            timer.join()
-        result = run.result()
-    assert len(ended) > 150
-    assert_same(result, recipe.train(engine="inline"))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("family", sample("deaths at random", ["conv_norm", "two_groups", "embedding", "counting"], 2))
 def test_deaths_at_random(family):
@@ -537,21 +510,6 @@ def test_a_batch_that_failed_is_not_done_again(tmp_path):
         result = run.result()
     assert sprung(tmp_path) == 1
     assert_same(result, recipe.train(engine="inline"))
-
-
-def test_a_death_is_made_good_soon():
-    """While it computes, a worker is ended: what that costs is printed, and the pause is not a matter of seconds."""
-    recipe = FAMILIES["mlp"].recipe(4, steps=60, optimizer=ADAMW)
-    with recipe.start(workers=2, engine="processes") as run:
-        next(run)
-        pauses = []
-        for _ in range(10):
-            os.kill(run.worker_pids[0], signal.SIGKILL)
-            began = time.perf_counter()
-            run.step()
-            pauses.append(time.perf_counter() - began)
-    print(f"from SIGKILL to the end of the next step: {sorted(pauses)[5] * 1e3:.0f} ms (median of 10)")
-    assert len(pauses) == 10
 
 
 assert set(HALVES) < set(PLACES)

@@ -162,21 +162,6 @@ for scheduler in (None, Thawing):
 
 
 @pytest.mark.long
-def test_what_is_looked_at_is_the_state_of_each_step():
-    """Results and models in the middle of a run hold thawed weights as they are then, and frozen ones too."""
-    seen = {}
-    for engine, workers in (("inline", 1), ("processes", 2)):
-        with recipe(scheduler=Thawing).start(engine=engine, workers=workers) as run:
-            seen[engine] = [
-                [run.result().digest, *(parameter.detach().clone() for parameter in run.model.parameters())]
-                for _ in run
-            ]
-    for one, other in zip(seen["inline"], seen["processes"], strict=True):
-        assert one[0] == other[0]
-        assert all(map(torch.equal, one[1:], other[1:]))
-
-
-@pytest.mark.long
 def test_a_frozen_weight_of_another_class_is_looked_at():
     """One that is made from other things than a tensor, and knows how to be copied."""
     with recipe(Named).start(workers=2, engine="processes") as run:

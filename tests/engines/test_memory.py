@@ -1,6 +1,5 @@
 """Shared memory: where things lie in it, how much of it there may be, and what is used where there is no memfd."""
 
-import contextlib
 import mmap
 import os
 import pathlib
@@ -164,52 +163,39 @@ def group(path, limit, used, cached=0):
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8000000 kB\nBuffers: 3 kB\n"
 
 
-def test_what_the_machine_has(system):
-    """Without control groups it is what the kernel calls available."""
-    system(proc__meminfo=MEMINFO)
-    assert available_bytes() == 8_000_000 * 1024
+ROOM = {  # what the system says, and how much memory there is
+    "the machine": ({"proc__meminfo": MEMINFO}, 8_000_000 * 1024),
+    "no /proc": ({}, UNLIMITED),
+    "a kernel that does not say": ({"proc__meminfo": "MemTotal: 16000000 kB\n"}, UNLIMITED),
+    "a group, whose caches count as free": (
+        {"proc__self__cgroup": "0::/docker/abc\n", **group("docker__abc", 4 * GB, 3 * GB, GB // 2)},
+        1.5 * GB,
+    ),
+    "the tightest of nested groups": (
+        {
+            "proc__self__cgroup": "12:cpu:/elsewhere\n0::/a/b/c\n",
+            **group("a__b__c", "max", 1),
+            **group("a__b", 6 * GB, 4 * GB),
+            **group("a", 5 * GB, 4 * GB),
+            **group("", "max", 9 * GB),
+        },
+        GB,
+    ),
+    "a group larger than the machine": (
+        {"proc__self__cgroup": "0::/\n", **group("", 100 * GB, GB)},
+        8_000_000 * 1024,
+    ),
+    "a group and a root without files": ({"proc__self__cgroup": "0::/a/b\n", **group("a", 2 * GB, GB)}, GB),
+    "version 1, without a unified line": ({"proc__self__cgroup": "5:memory:/a\n"}, 8_000_000 * 1024),
+}
 
 
-def test_what_nobody_knows_is_no_limit(system):
-    """No /proc, or a kernel that does not say: nothing is refused."""
-    assert available_bytes() == UNLIMITED
-    system(proc__meminfo="MemTotal: 16000000 kB\n")
-    assert available_bytes() == UNLIMITED
-
-
-def test_a_control_group_leaves_less(system):
-    """Its limit less what it uses, where what it only caches counts as free."""
-    system(
-        proc__meminfo=MEMINFO, proc__self__cgroup="0::/docker/abc\n", **group("docker__abc", 4 * GB, 3 * GB, GB // 2)
-    )
-    assert available_bytes() == 1.5 * GB
-
-
-def test_the_tightest_of_nested_groups_counts(system):
-    """A parent's limit holds for its children; "max" is none."""
-    system(
-        proc__meminfo=MEMINFO,
-        proc__self__cgroup="12:cpu:/elsewhere\n0::/a/b/c\n",
-        **group("a__b__c", "max", 1),
-        **group("a__b", 6 * GB, 4 * GB),
-        **group("a", 5 * GB, 4 * GB),
-        **group("", "max", 9 * GB),
-    )
-    assert available_bytes() == GB
-
-
-def test_a_group_larger_than_the_machine_is_no_limit(system):
-    """The least of all counts, and that may be the machine."""
-    system(proc__meminfo=MEMINFO, proc__self__cgroup="0::/\n", **group("", 100 * GB, GB))
-    assert available_bytes() == 8_000_000 * 1024
-
-
-def test_files_that_are_missing_are_passed_over(system):
-    """The root has no limit file; a group may have none either; version 1 has no unified line."""
-    system(proc__meminfo=MEMINFO, proc__self__cgroup="0::/a/b\n", **group("a", 2 * GB, GB))
-    assert available_bytes() == GB
-    system(proc__self__cgroup="5:memory:/a\n")
-    assert available_bytes() == 8_000_000 * 1024
+@pytest.mark.parametrize("name", ROOM)
+def test_how_much_there_is(system, name):
+    """The least of what the kernel calls available and what control groups leave; what nobody knows is no limit."""
+    files, wanted = ROOM[name]
+    system(**({"proc__meminfo": MEMINFO} if wanted != UNLIMITED else {}) | files)
+    assert available_bytes() == wanted
 
 
 CORES = {  # what control groups say, and for how many of 8 processors that is time
@@ -337,51 +323,3 @@ def test_steps_in_this_process_use_their_memory_again(tmp_path):
     )
     assert kept < 20 * 200  # pages of 4 kB; a step's gradients have 2,000
     assert faulted > 20 * 1000
-
-
-class Adapted(torch.nn.Module):
-    """A wide layer, frozen or not, and a narrow one beside it."""
-
-    def __init__(self, width, trained):
-        super().__init__()
-        self.base = torch.nn.Linear(width, width, bias=False).requires_grad_(trained)
-        self.down, self.up = torch.nn.Linear(width, 2), torch.nn.Linear(2, width)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def shared_bytes(run):
-    """The arena of a run, as far as it was ever touched."""
-    pid = run.worker_pids[0]
-    found = {}
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{fd}"
-        with contextlib.suppress(FileNotFoundError):
-            if "memfd:phalanx" in os.readlink(path):
-                facts = os.stat(path)
-                found[facts.st_ino] = facts.st_blocks * 512
-    return max(found.values())  # the arena
-
-
-@pytest.mark.cases(1)
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd") or not hasattr(os, "memfd_create"), reason="needs memfd")
-@pytest.mark.parametrize("workers", [2, 3])
-def test_frozen_weights_take_no_room_but_their_own(workers):
-    """A frozen base lies in shared memory once, and once in the snapshot: no gradients, no optimizer state of it.
-
-    Negative twin: trained, the same base takes several times as much.
-    """
-    width = 1024
-    size, x = 4 * width * width, torch.randn(32, width)
-    touched = {}
-    for trained in (False, True):
-        recipe = phalanx.Recipe(
-            lambda trained=trained: Adapted(width, trained), (x, x), torch.nn.functional.mse_loss,
-            replicas=3, batch_size=6, steps=5,
-        )  # fmt: skip
-        with recipe.start(workers=workers, engine="processes") as run:
-            run.finish()
-            touched[trained] = shared_bytes(run)
-    assert 0.9 * size < touched[False] < 2.3 * size
-    assert touched[True] > 5 * size

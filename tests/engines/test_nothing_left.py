@@ -432,17 +432,3 @@ def test_a_result_outlives_its_run():
         for parameter in result.model.parameters():
             parameter.add_(1)
     assert all(parameter.isfinite().all() for parameter in result.params.values())
-
-
-@pytest.mark.campaign
-def test_many_runs_take_no_more_than_one():
-    """Twenty runs, closed or dropped, leave as many descriptors, children and maps as there were."""
-    finished()
-    gc.collect()
-    held, children = descriptors(), below()
-    for number in range(20):
-        (finished if number % 2 else dropped)()
-    gc.collect()
-    assert not descriptors() - held
-    assert maps() == []
-    assert_soon(lambda: below() - children, "children")

@@ -8,7 +8,6 @@ import os
 import sys
 
 import cloudpickle
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import Placement
 from phalanx.seams.records import RunState
 from phalanx.shared.counters import RING
+from tests.engines.alike import CHUNK, EVERY, FEW, MLP, answer, course, feed, few, held_out, metric, same, two_or_three
 from tests.families import (
     DATA,
     FAMILIES,
@@ -38,59 +38,8 @@ from tests.families import (
 )  # fmt: skip
 from tests.sampling import cover, sample
 
-MLP = FAMILIES["mlp"]
-HELD_OUT = 13
-CHUNK = 3
-EVERY = (1, 2, 3, 4, 5, 7, 8)
-ALL_WORKERS = ("mlp", "counting", "partly_unused")  # the families that are tried with every number of workers
-FEW = (2, 3, 5)
-
-
-def held_out(data):
-    """Thirteen samples, which workers cannot share evenly; of a dataset all, which are drawn anew each time."""
-    if isinstance(data, tuple):
-        return tuple(column[:HELD_OUT] for column in data)
-    if isinstance(data, dict):
-        return {name: column[:HELD_OUT] for name, column in data.items()}
-    return data[:HELD_OUT] if isinstance(data, list) else data
-
-
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
-
-
-def metric(output, target):
-    return output.double().mean()
-
-
-def course(recipe, evaluation=None, **options):
-    """What must not change: digest, losses and evaluations of a whole run, each to the last bit."""
-    with recipe.start(evaluation=evaluation, **options) as run:
-        run.finish()
-        run.evaluate(metric, held_out(recipe.data), batch_size=CHUNK)
-        result = run.result()
-    return answer(result.digest, result.loss_history, [dataclasses.astuple(item) for item in result.metric_history])
-
-
-def answer(digest, losses, metrics):
-    """With floats spelled exactly: NaN equals NaN, and -0 is not 0."""
-    return digest, [loss.hex() for loss in losses], [(step, value.hex(), name) for step, value, name in metrics]
-
-
-def same(recipe, workers, evaluation=None):
-    """Compare workers with the inline engine; returns what both answered."""
-    expected = course(recipe, evaluation, engine="inline")
-    assert course(recipe, evaluation, engine="processes", workers=workers) == expected, f"{workers} workers"
-    return expected
-
-
-def few(name):
-    """The test ``name`` is tried with one of the usual numbers of workers."""
-    return pytest.mark.parametrize("workers", sample(name, FEW, 1))
-
-
-def two_or_three(name):
-    """The test ``name`` is tried with two workers, or with three."""
-    return pytest.mark.parametrize("workers", sample(name, (2, 3), 1))
+ALL_WORKERS = ("mlp", "counting", "partly_unused")  # the families that are tried with every number of workers
 
 
 def evaluation_of(recipe):
@@ -116,14 +65,6 @@ def test_families_with_any_number_of_workers(name, workers):
     recipe = FAMILIES[name].recipe(8, batch_size=13, steps=5)
     assert {len(share) for step in range(2) for share in recipe.plan.shares(step)} == {0, 1, 2}
     same(recipe, workers)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(("name", "replicas"), [("conv_norm", 3), ("transformer", 7), ("spectral", 6), ("lstm", 2)])
-def test_families_with_other_replicas(name, replicas):
-    """Counts of replicas that no number of workers divides."""
-    for workers in {1, 2, replicas - 1, replicas}:
-        same(FAMILIES[name].recipe(replicas), workers)
 
 
 @two_or_three("optimizers")
@@ -220,193 +161,10 @@ def test_threads(workers):
     assert answers[0] != answers[1]
 
 
-# Shares that hold nothing, count nothing, or overflow.
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-@pytest.mark.parametrize("name", ["mlp", "counting", "partly_unused"])
-def test_batches_smaller_than_r(name, batch_size):
-    """Replicas, and whole workers, without a sample are absent, not zeros."""
-    recipe = FAMILIES[name].recipe(7, batch_size=batch_size)
-    assert 0 in {len(share) for share in recipe.plan.shares(0)}
-    for workers in (2, 4, 7):
-        same(recipe, workers)
-
-
-@pytest.mark.parametrize(("drop_last", "workers"), cover("short last batch", [True, False], FEW[:2]))
-def test_a_short_last_batch(drop_last, workers):
-    """The last batch of an epoch is dropped or dealt as it is, with fewer samples than replicas."""
-    recipe = FAMILIES["counting"].recipe(5, batch_size=9, epochs=3, drop_last=drop_last)
-    assert min(len(recipe.plan.indices(step)) for step in range(recipe.plan.steps)) == (9 if drop_last else 2)
-    same(recipe, workers)
-
-
 @two_or_three("unshuffled")
 def test_unshuffled(workers):
     """The order of the data, as it is."""
     same(MLP.recipe(5, shuffle=False, epochs=2), workers)
-
-
-@pytest.mark.parametrize("workers", sample("masked shares", EVERY, 1))
-def test_masked_shares(workers):
-    """Shares of weight 0 are left out, wherever they are computed; some are in every step."""
-    recipe = FAMILIES["masked_tokens"].recipe(8)
-    counts = [[int((recipe.data[1][share] != -100).sum()) for share in recipe.plan.shares(t)] for t in range(4)]
-    assert sum(0 in count for count in counts) >= 2
-    same(recipe, workers)
-
-
-@few("only one replica counts")
-@pytest.mark.parametrize("alone", sample("only one replica counts", range(5), 2))
-def test_only_one_replica_counts(alone, workers):
-    """All others have weight 0: their workers publish nothing, and the one gradient is the mean."""
-    weights = [1.0 if replica == alone else 0.0 for replica in range(5)]
-    same(bringing(weights), workers)
-
-
-WEIGHTS = [[0.5, 3.0, 0.0, 1e-3, 7.0], [0.0, 0.0, 2.0, 0.0, 3.0], [1e5, 1.0, 1.0, 1.0, 0.1]]
-
-
-@few("weights")
-@pytest.mark.parametrize("weights", sample("weights", WEIGHTS, 2))
-def test_weights_that_the_loss_returns(weights, workers):
-    """Any weights, zeros among them, in any worker."""
-    same(bringing(weights), workers)
-
-
-def bringing(weights):
-    """Five samples, one for each replica, with the weights that the loss will return."""
-    return MLP.recipe(
-        5,
-        data=(*(column[:5] for column in FEATURES), torch.tensor(weights)),
-        batch_size=5,
-        shuffle=False,
-        forward_fn=lambda model, batch: model(batch[0]),
-        target_fn=lambda batch: batch[1:],
-        loss_fn=lambda output, target: (F.cross_entropy(output, target[0]), target[1].sum()),
-    )
-
-
-class Overflowing(nn.Module):
-    """Its output is inf for samples whose first feature is huge."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(5, 3)
-        self.register_buffer("seen", torch.zeros(5))
-
-    def forward(self, x):
-        self.seen += x.clamp(-9, 9).mean(0)
-        return self.body(x) * torch.where(x[:, :1] > 1e6, torch.inf, 1.0)
-
-
-def spoilt(index):
-    x = FEATURES[0].clone()
-    x[index, 0] = 1e9
-    return x, FEATURES[1]
-
-
-@few("not finite")
-@pytest.mark.parametrize(("index", "on_nonfinite"), cover("not finite", [0, 11, 19], ["skip", "ignore"]))
-def test_steps_that_are_not_finite(index, on_nonfinite, workers):
-    """A step with inf in one share is skipped by all workers, buffers too, or taken by all of them."""
-    recipe = MLP.recipe(5, make_model=Overflowing, data=spoilt(index), steps=6, on_nonfinite=on_nonfinite)
-    _, losses, _ = course(recipe, engine="inline")
-    assert any(loss in ("inf", "nan") for loss in losses)
-    same(recipe, workers)
-
-
-@few("norm that overflows")
-def test_a_norm_that_overflows_is_not_an_infinite_gradient(workers):
-    """Workers agree that every element is finite although the norm is not, and do not skip the step."""
-    recipe = MLP.recipe(5, loss_fn=lambda output, target: F.cross_entropy(output, target) * 1e30, on_nonfinite="skip")
-    with recipe.start(engine="inline") as run:
-        assert next(run).grad_norm == float("inf")
-    assert same(recipe, workers)[0] != course(MLP.recipe(5, steps=0), engine="inline")[0]
-
-
-def test_a_gradient_that_overflows_in_the_fold_is_skipped_by_all():
-    """Each share's gradient is finite, their sum is not: only the owner of that tensor sees it, and all skip."""
-    scale = 3e38
-
-    class Huge(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.huge = nn.Parameter(torch.zeros(3))
-            self.small = nn.Parameter(torch.zeros(2))
-
-        def forward(self, x):
-            return (self.huge * scale).sum() * x[0, 0].sign() + self.small.sum()
-
-    data = (torch.tensor([[1.0]] * 3 + [[-1.0]] * 3 + [[1.0], [-1.0]] * 3), torch.zeros(12))
-    recipe = phalanx.Recipe(
-        Huge,
-        data,
-        output_only,
-        replicas=2,
-        batch_size=2,
-        steps=6,
-        shuffle=False,
-        on_nonfinite="skip",
-        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
-    )
-    with recipe.start(engine="inline") as run:
-        norms = [report.grad_norm for report in run]
-    assert [norm == float("inf") for norm in norms] == [True, False, True, False, False, False]
-    for workers in (1, 2):
-        same(recipe, workers)
-
-
-def output_only(output, target):
-    return output
-
-
-@few("no sample")
-def test_a_worker_that_had_no_sample_takes_over_the_settled_buffers(workers):
-    """One sample, which only the first replica gets, then more: all replicas start from what it left."""
-    batches = [tuple(column[:count] for column in FEATURES) for count in (1, 9)]
-    feed(FAMILIES["counting"].recipe(5, data=None, steps=None), batches, workers)
-
-
-def test_a_worker_that_evaluated_and_then_had_no_sample_takes_over_the_settled_buffers():
-    """An evaluation puts the buffers of all workers back; a step without samples there must not leave them behind."""
-    answers = set()
-    for options in ({"engine": "inline"}, {"engine": "processes", "workers": 2}):
-        with FAMILIES["counting"].recipe(2, data=None, steps=None).start(**options) as run:
-            values = []
-            for rows in (4, 1, 4):
-                run.step(tuple(column[:rows] for column in FEATURES))
-                values.append(run.evaluate(metric, FEATURES, CHUNK))
-            answers.add((run.result().digest, *values))
-    assert len(answers) == 1
-
-
-class OwnSGD(torch.optim.SGD):
-    """From elsewhere than torch: it has to see all parameters at once, so one worker owns them."""
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("max_norm", [float("inf"), 0.05])
-def test_an_optimizer_from_elsewhere(max_norm):
-    """It runs whole on one worker, clipped or not; the others step with nothing."""
-    optimizer = lambda named: OwnSGD(named, lr=0.1, momentum=0.9)  # noqa: E731
-    for workers in (1, 2, 5):
-        same(MLP.recipe(5, optimizer=optimizer, max_norm=max_norm), workers)
-
-
-def test_a_schedule_goes_on_over_skipped_steps():
-    """Every worker steps its scheduler also where nothing is updated, the first step included."""
-    recipe = MLP.recipe(
-        3,
-        make_model=Overflowing,
-        data=spoilt(slice(0, 8)),
-        shuffle=False,
-        steps=6,
-        on_nonfinite="skip",
-        scheduler=SCHEDULERS["exponential"],
-    )
-    same(recipe, 2)
 
 
 # Runs that are held.
@@ -467,23 +225,6 @@ def test_a_run_that_is_left_early(steps, workers):
 def test_more_steps_than_reports_have_room():
     """A run that is longer than the ring of reports loses none of them."""
     same(MLP.recipe(2, steps=RING + 76, batch_size=2), 2)
-
-
-# Batches that the caller brings.
-
-
-def fed(recipe, batches, **options):
-    with recipe.start(**options) as run:
-        for batch in batches:
-            run.step(batch)
-        result = run.result()
-    return answer(result.digest, result.loss_history, [])
-
-
-def feed(recipe, batches, workers):
-    expected = fed(recipe, batches, engine="inline")
-    assert len(expected[1]) == len(batches)
-    assert fed(recipe, batches, engine="processes", workers=workers) == expected, f"{workers} workers"
 
 
 SIZES = [7, 1, 5, 20, 2, 13]
@@ -556,84 +297,6 @@ def test_planned_and_brought_steps_mixed(workers):
     assert mixed(engine="processes", workers=workers) == mixed(engine="inline")
 
 
-# Memory layout is part of the data: convolutions may have other bits where pixels lie before channels.
-
-PIXELS = normal(SAMPLES, 16, 16, 3).numpy()
-LAYOUTS = {
-    "channels_last_view": PIXELS[:, :12, :12].copy().transpose(0, 3, 1, 2),
-    "cropped_channels_last_view": PIXELS[:, 2:14, 2:14].transpose(0, 3, 1, 2),
-    "every_other_sample": np.repeat(PIXELS, 2, 0)[::2, :12, :12].transpose(0, 3, 1, 2),
-    "mirrored_channels_last_view": PIXELS[:, :12, 11::-1].transpose(0, 3, 1, 2),
-    "fortran": np.asfortranarray(PIXELS[:, :12, :12].transpose(0, 3, 1, 2)),
-    "broadcast": np.broadcast_to(PIXELS[:1, :12, :12].transpose(0, 3, 1, 2), (SAMPLES, 3, 12, 12)),
-    "tensor": torch.from_numpy(PIXELS)[:, 2:14, 2:14].permute(0, 3, 1, 2),
-    "expanded_tensor": torch.from_numpy(PIXELS)[:1, 2:14, 2:14].permute(0, 3, 1, 2).expand(SAMPLES, -1, -1, -1),
-}
-
-
-def convolutions():
-    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(512, 3))
-
-
-def images(data, make_model=convolutions, **changes):
-    return phalanx.Recipe(make_model, data, F.cross_entropy, replicas=2, batch_size=8, **changes)
-
-
-@pytest.mark.parametrize("layout", sample("layouts of columns", LAYOUTS, 1))
-def test_memory_layouts_of_columns(layout):
-    """Views of arrays reach workers with the strides that they have here."""
-    same(images((LAYOUTS[layout], FEATURES[1]), steps=3), 2)
-
-
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-@pytest.mark.parametrize(
-    "layout", sample("layouts of samples", [name for name in LAYOUTS if "mirrored" not in name], 1)
-)
-def test_memory_layouts_of_samples(layout):
-    """So do the arrays in a list of samples, as far as torch can read them: it reads no negative strides."""
-    same(images(list(zip(LAYOUTS[layout], FEATURES[1].tolist(), strict=True)), steps=3), 2)
-
-
-@pytest.mark.parametrize("layout", sample("layouts of batches", LAYOUTS, 1))
-def test_memory_layouts_of_brought_batches(layout):
-    """So do views in batches that the caller brings."""
-    x, y = LAYOUTS[layout], FEATURES[1]
-    feed(images(None), [(x[:8], y[:8]), (x[7:], y[7:])], 2)
-
-
-def lone_channel():
-    return nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(512, 3))
-
-
-@pytest.mark.parametrize("form", ["array", "map", "class", "tensor"])
-def test_memory_layouts_of_a_lone_channel(form, tmp_path):
-    """Gray pictures stored channels last: numpy forgets the stride of an axis of length 1, and convolutions look."""
-    np.save(tmp_path / "gray.npy", PIXELS[:, :12, :12, :1])
-    gray = np.load(tmp_path / "gray.npy", mmap_mode="r" if form == "map" else None)
-    x = np.moveaxis(gray.view(Marked) if form == "class" else gray, -1, 1)
-    data = (torch.from_numpy(x) if form == "tensor" else x, FEATURES[1])
-    same(phalanx.Recipe(lone_channel, data, F.cross_entropy, replicas=2, batch_size=8, steps=3), 2)
-
-
-class Marked(np.ndarray):
-    """Arrays of a library's own."""
-
-
-@pytest.mark.parametrize("cut", [slice(None), slice(2, 14)], ids=["whole", "cut"])
-def test_memory_layouts_of_mapped_files(cut, tmp_path):
-    """Pictures in a file that is mapped, channels last, as views: they reach workers with their strides."""
-    np.save(tmp_path / "pixels.npy", PIXELS)
-    x = np.load(tmp_path / "pixels.npy", mmap_mode="r")[:, cut, cut][:, :12, :12].transpose(0, 3, 1, 2)
-    same(images((x, FEATURES[1]), steps=3), 2)
-
-
-def test_memory_layout_is_part_of_the_answer():
-    """A model that looks at strides, as convolutions do, finds those of the data, in workers too."""
-    view, make = LAYOUTS["cropped_channels_last_view"], lambda: Circumstances(432, 3)
-    one, other = (images((x, FEATURES[1]), make, steps=3) for x in (view, np.ascontiguousarray(view)))
-    assert same(one, 2)[0] != same(other, 2)[0]
-
-
 class Late(nn.Module):
     """Changes its gradients when they have been computed: by hooks that the first forward adds, or as a pass ends."""
 
@@ -675,6 +338,7 @@ def test_gradients_that_are_changed_late(way):
 
 
 # Placements that are not the usual one.
+
 
 PLACEMENTS = {
     "permuted": [(5, 8), (0, 2), (2, 5)],
@@ -855,17 +519,3 @@ def test_evaluations_out_of_order_are_seen(monkeypatch):
         ask = Processes.ask
         monkeypatch.setattr(Processes, "ask", lambda self, *task: ask(self, *task)[::-1])
         assert run.evaluate(metric, (x, x), 1) != inline.evaluate(metric, (x, x), 1)
-
-
-@two_or_three("memory maps")
-@pytest.mark.parametrize("kind", sample("memory maps", [np.float32, np.float64], 1))
-def test_memory_maps_as_data(tmp_path, kind, workers):
-    """Data in files, mapped, in rows or in columns: workers map the same files."""
-    columns = []
-    for number, order in enumerate("CF"):
-        mapped = np.memmap(tmp_path / f"{number}", dtype=kind, mode="w+", shape=(SAMPLES, 5), order=order)
-        mapped[:] = normal(SAMPLES, 5, seed=number).numpy()
-        mapped.flush()
-        columns.append(np.memmap(tmp_path / f"{number}", dtype=kind, mode="r", shape=(SAMPLES, 5), order=order))
-    model = functools.partial(nn.Linear, 5, 5, dtype=torch.float32 if kind is np.float32 else torch.float64)
-    same(phalanx.Recipe(model, tuple(columns), F.mse_loss, replicas=5, batch_size=7, steps=4), workers)

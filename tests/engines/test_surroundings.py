@@ -277,28 +277,6 @@ def test_programs_of_a_worker_that_is_killed_end_with_it(tag, tmp_path):
         assert run.result().digest == recipe().train(engine="inline").digest
 
 
-CALLER = """
-import os, pathlib, sys, torch, phalanx
-sys.path.insert(0, {here!r})
-from test_surroundings import starting_loss, recipe
-run = recipe(loss_fn=starting_loss(pathlib.Path({folder!r}))).start(engine="processes", workers=2)
-run.step()
-print("ready", flush=True)
-import time; time.sleep(60)
-"""
-
-
-@pytest.mark.long
-def test_programs_end_with_the_caller(tag, tmp_path):
-    """They are gone soon after the caller's process is killed."""
-    program = CALLER.format(here=os.path.dirname(__file__), folder=str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as caller:
-        assert caller.stdout.readline() == "ready\n"
-        wait_until(lambda: len(tagged(tag)) == 4)
-        caller.kill()
-    wait_until(lambda: not tagged(tag))
-
-
 # Where the zygote imports from.
 
 SHADOWS = [

@@ -10,8 +10,8 @@ from phalanx.definition import checks
 from phalanx.definition.plain import taking_over
 from phalanx.engines.hosts.members import Farewell
 from phalanx.errors import SHOWN_CHARACTERS, safe_str
-from tests.engines.test_worker_errors import FAILING, PLACES, X, failing_at, inline_error, notes, raising, recipe
-from tests.engines.test_worker_errors import workers_error as raised_by_workers
+from tests.engines.faulty import FAILING, PLACES, X, failing_at, inline_error, notes, raising, recipe
+from tests.engines.faulty import workers_error as raised_by_workers
 from tests.manual.test_step import trapped_batch
 from tests.sampling import cover
 

@@ -24,22 +24,6 @@ def make(seeder=no_seeding, **changes):
     return Plan(**(recipe | changes), seeder=seeder)
 
 
-class Carried:
-    """A wrong plan: its orders come from a generator that it carries along."""
-
-    def __init__(self, samples=10, batch_size=4):
-        self.samples, self.batch_size = samples, batch_size
-        self.steps_per_epoch = -(-samples // batch_size)
-        self.random = np.random.default_rng(0)
-        self.order = None
-
-    def indices(self, step):
-        position = step % self.steps_per_epoch * self.batch_size
-        if self.order is None or position == 0:
-            self.order = self.random.permutation(self.samples)
-        return self.order[position : position + self.batch_size]
-
-
 class WithReplacement:
     """A wrong plan: each step draws its samples without looking at the other steps."""
 
@@ -113,35 +97,6 @@ def test_dropped_samples_are_not_always_the_same():
 # Starting anywhere
 
 
-def starts_anywhere(create, steps):
-    """Whether a fresh plan, asked for any one step first, answers as one that went through all steps."""
-    arriving = create()
-    arrived = [arriving.indices(step).copy() for step in range(steps)]
-    return all(same(create().indices(step), arrived[step]) for step in range(steps))
-
-
-@settings(deadline=None, max_examples=60, derandomize=True)
-@given(recipe=recipes())
-def test_any_step_may_be_the_first(recipe):
-    """Indices of step k are those one would arrive at, for every k over three epochs."""
-    steps = min(30, 3 * make(**recipe).steps_per_epoch)
-    assert starts_anywhere(lambda: make(**recipe), steps)
-
-
-def test_a_carried_order_is_noticed():
-    """Negative twin: a plan that carries a generator answers otherwise when it starts in the middle."""
-    assert starts_anywhere(Carried, 3)
-    assert not starts_anywhere(Carried, 9)
-
-
-@settings(deadline=None, max_examples=100, derandomize=True)
-@given(recipe=recipes(), steps=st.lists(st.integers(0, 200), min_size=1, max_size=10))
-def test_steps_may_be_asked_in_any_order(recipe, steps):
-    """Back, forth and twice: the answer depends on the step alone."""
-    plan = make(**recipe)
-    assert all(same(plan.indices(step), make(**recipe).indices(step)) for step in steps)
-
-
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(recipe=recipes(), step=st.integers(0, 200), steps=st.integers(0, 10))
 def test_the_length_of_the_run_does_not_matter(recipe, step, steps):
@@ -182,28 +137,6 @@ def test_the_order_does_not_depend_on_replicas_or_batches(recipe, epoch, replica
     cut = np.concatenate(epoch_of(plan, epoch))
     assert same(make(**recipe | {"replicas": replicas}).indices(step), plan.indices(step))
     assert same(cut, whole[: len(cut)])
-
-
-def frequencies(plan, epochs=2000):
-    """How often each sample stands at each position of an epoch of one step."""
-    counts = np.zeros((plan.samples, plan.samples), np.int64)
-    for epoch in range(epochs):
-        counts[np.arange(plan.samples), plan.indices(epoch)] += 1
-    return counts
-
-
-def test_every_sample_comes_everywhere():
-    """Over 2,000 epochs of five samples each one stands at each position about 400 times."""
-    counts = frequencies(make(samples=5, batch_size=5))
-    assert counts.min() > 300
-    assert counts.max() < 500
-
-
-def test_samples_that_stay_are_noticed():
-    """Negative twin: without shuffling each sample stands where it stands."""
-    counts = frequencies(make(samples=5, batch_size=5, shuffle=False))
-    assert counts.min() == 0
-    assert counts.max() == 2000
 
 
 # Shares

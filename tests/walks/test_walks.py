@@ -9,6 +9,23 @@ from tests.walks import walking
 # Files that the caller enters, in a run of eight steps; lower them whenever you can.
 ENTERED = {"inline": 51, "workers": 55}
 TOLD = functools.cache(walking.entered)
+# Of some rows of the guide's table, quick tests that enter all the files of the row.
+TRIED = {
+    "order of samples, random keys, seeding": [
+        "plan/test_order.py::test_without_shuffle_a_long_epoch_takes_no_memory",
+        "plan/test_keys.py::test_vectors_are_pinned",
+        "engines/test_owned_generators.py::test_generators_have_streams_of_their_own",
+    ],
+    "what a step is, the order of the fold": [
+        "plan/test_fold.py::test_absent_replicas_are_pushed_too",
+        "exactness/test_one_replica.py::test_tied_weights_stay_tied",
+    ],
+    "what lies where in shared memory": [
+        "engines/test_state.py::test_places_do_not_overlap",
+        "engines/test_state.py::test_the_caller_gets_what_it_put",
+        "engines/test_one_writer.py::test_every_role_can_write_its_own_and_nothing_else",
+    ],
+}
 
 
 @pytest.mark.long
@@ -53,3 +70,29 @@ def test_what_came_before_the_beginning_is_left_out():
     lines += [f"3 {walking.WORKER}", "4 e.py"]
     found = walking.sorted_out(lines, "1")
     assert found == {"caller": ["b.py"], "worker": ["d.py", walking.WORKER], "zygote": ["e.py"]}
+
+
+def test_the_table_names_what_exists():
+    """Each row of the guide's table names files of the package, and tests, that are there."""
+    found = walking.rows(walking.GUIDE.read_text())
+    assert len(found) >= 18
+    for change, (paths, tests) in found.items():
+        assert tests, change
+        assert all((walking.ROOT / "src/phalanx" / path).exists() for path in paths if path.endswith(".py")), change
+        assert all((walking.HERE.parent / test).exists() for test in tests), change
+
+
+@pytest.mark.long
+def test_tests_of_a_row_enter_its_files():
+    """The recorder sees that: of some rows, whose tests are quick."""
+    found = walking.rows(walking.GUIDE.read_text())
+    entered = {path: change for change in TRIED for path in found[change][0]}
+    for change, tests in TRIED.items():
+        assert all(any(test.startswith(named) for named in found[change][1]) for test in tests), change
+    assert entered.keys() <= walking.entered_by([test for tests in TRIED.values() for test in tests])
+
+
+def test_a_row_that_names_nothing_is_seen():
+    """A cell without a path in it has none, and a word that is no path does not count."""
+    text = "| you want | look at | tests |\n|---|---|---|\n| a stream | `run/run.py`, [a](b) | none |\n"
+    assert walking.rows(text) == {"a stream": [["run/run.py"], []]}

@@ -12,6 +12,7 @@ ROOT = HERE.parents[1]
 GUIDE = ROOT / "CONTRIBUTING.md"
 WALK = re.compile(r"^### (.+)\n((?:(?!#).*\n)+)", re.MULTILINE)
 ROW = re.compile(r"^- \*\*(caller|worker|zygote)\*\*: (.+(?:\n  .+)*)$", re.MULTILINE)
+NAMED = re.compile(r"`([\w/]+(?:\.py)?)`")  # a file, or a folder
 WORKER = "engines/processes/worker.py"
 JOBS = {"workers": (0, 1), "killed": (2,)}  # which walks of the guide are compared with a job
 
@@ -23,18 +24,37 @@ def walks(text):
     ]
 
 
+def rows(text):
+    """The table of the guide: for each change the files of the package to look at, and its tests."""
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    named = [[NAMED.findall(cell) for cell in row[1:]] for row in cells[1:]]
+    return {row[0]: found for row, found in zip(cells[1:], named, strict=True)}
+
+
+def noted(command):
+    """What a command prints, and the lines of the recorder in all its processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "log")
+        path = os.pathsep.join(map(str, (HERE / "startup", ROOT / "src", ROOT)))
+        environment = os.environ | {"WALK": str(log), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout, log.read_text().splitlines()
+
+
 def entered(job):
     """The files that processes of a job enter, in order: of the caller, of workers, of the zygote.
 
     Of a job in which a worker is killed, what is entered from then on.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log = pathlib.Path(folder, "log")
-        path = os.pathsep.join(map(str, (HERE / "startup", ROOT / "src", ROOT)))
-        environment = os.environ | {"WALK": str(log), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(HERE / "job.py"), job]
-        caller = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
-        return sorted_out(log.read_text().splitlines(), caller.strip())
+    caller, lines = noted([str(HERE / "job.py"), job])
+    return sorted_out(lines, caller.strip())
+
+
+def entered_by(tests):
+    """The files that tests enter, in any process."""
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *(f"{HERE.parent}/{test}" for test in tests)]
+    return {line.split(" ")[1] for line in noted(command)[1]}
 
 
 def sorted_out(lines, caller):
