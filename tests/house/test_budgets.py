@@ -18,7 +18,6 @@ FILE_LINES = 500
 FUNCTION_LINES = 40
 TEST_LINES = 59_643  # of all files of tests; lower it whenever you can
 TEST_FILE_LINES = 800
-STILL_LONGER = {"face/test_errors.py", "face/test_run.py", "state/test_resume.py"}  # to be cut; nothing may be added
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
@@ -98,7 +97,7 @@ def test_tests_are_few_lines():
     """All tests together fit in their budget, and no file of tests has more than 800 lines."""
     figures = lines_of_tests()
     assert sum(figures.values()) <= TEST_LINES, f"{sum(figures.values())} lines in {len(figures)} files"
-    assert over(figures, TEST_FILE_LINES).keys() <= STILL_LONGER
+    assert not over(figures, TEST_FILE_LINES)
 
 
 def test_functions_are_short():
