@@ -32,7 +32,7 @@ import cloudpickle
 import numpy as np
 
 from phalanx.definition import checks
-from phalanx.definition.batches import bounds
+from phalanx.definition.data import bounds
 from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import module_of, parts_of
 from phalanx.errors import UsageError, safe_str
