@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.definition import generators
-from phalanx.definition.data import Columns, Drawn, OneByOne, Reader, Samples, Share, Source, open_batch, open_data
+from phalanx.definition.data import Columns, OneByOne, Reader, Samples, Share, Source, open_batch, open_data
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.plan.keys import evaluation_sample_key
@@ -22,6 +22,29 @@ from phalanx.plan.orders import Indices
 from phalanx.plan.shares import share_bounds
 
 EVALUATION = "evaluation data"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The samples of one step, as a stream gave them.
+
+    Attributes
+    ----------
+    epoch : int
+    numbers : tuple of int
+        Which samples of the epoch these are, counted from 0 as they were read.
+    samples : list
+    hash : str
+        SHA-256 over all of them, in hexadecimal.
+    last : bool
+        Whether the epoch ends with them.
+    """
+
+    epoch: int
+    numbers: tuple[int, ...]
+    samples: list[Any]
+    hash: str
+    last: bool
 
 
 class BatchShares:

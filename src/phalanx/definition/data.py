@@ -33,16 +33,12 @@ BRINGING = ", or None and bring batches yourself: Recipe(make_model, None, loss_
 
 
 class Reader(Protocol):
-    """Reads samples by their indices.
-
-    Attributes
-    ----------
-    collated : bool
-        Whether that gives a batch, or a list of samples that is still to be collated.
-    """
+    """Reads samples by their indices."""
 
     @property
-    def collated(self) -> bool: ...
+    def collated(self) -> bool:
+        """Whether ``read`` gives a batch, or a list of samples that is still to be collated."""
+        ...
 
     def read(self, indices: Indices) -> Any:
         """Samples in this order, or their batch; may run the user's dataset code."""
@@ -304,29 +300,6 @@ class Stream:
         if self.epoch_size is not None:
             hint = "None means that an epoch ends where the iterable does"
             settle(self, "epoch_size", checks.integer("epoch_size", self.epoch_size, least=1, hint=hint))
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The samples of one step, as a stream gave them.
-
-    Attributes
-    ----------
-    epoch : int
-    numbers : tuple of int
-        Which samples of the epoch these are, counted from 0 as they were read.
-    samples : list
-    hash : str
-        SHA-256 over all of them, in hexadecimal.
-    last : bool
-        Whether the epoch ends with them.
-    """
-
-    epoch: int
-    numbers: tuple[int, ...]
-    samples: list[Any]
-    hash: str
-    last: bool
 
 
 def spelled(error: Exception) -> str:
