@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.definition.batches import own
+from phalanx.definition.data import own
 from tests.engines.test_serialization import STRIDED
 
 

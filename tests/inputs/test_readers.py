@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.definition.batches import Collated
-from phalanx.definition.data import Share
+from phalanx.definition.data import Collated, OneByOne, Samples, Share
 from phalanx.engines import readers as tending
 from phalanx.engines import selection
 from phalanx.engines.processes.driver import beside
@@ -144,7 +143,7 @@ def test_collating_that_leaves_no_trace(collate_fn, phases, expected):
 def test_readers_collate_where_nothing_is_drawn():
     """What is taken is a batch already; from the first batch for which something was drawn on, samples."""
     generator = np.random.default_rng(0)
-    share = Share(np.arange(4), lambda indices: [sample(int(index)) for index in indices], False, "data")
+    share = Share(np.arange(4), OneByOne(Samples(list(map(sample, range(4))), random=False), copies=True), "data")
 
     def owning(samples):
         generator.random()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.definition.batches import own
+from phalanx.definition.data import own
 from phalanx.definition.plain import hashed
 from tests.exactness import test_phases as phases
 from tests.state.runs import assert_same

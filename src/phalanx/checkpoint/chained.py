@@ -22,7 +22,7 @@ from phalanx.checkpoint.directory import RunDirectory
 from phalanx.checkpoint.saver import Pacing
 from phalanx.checkpoint.snapshot import tensors_of
 from phalanx.checkpoint.tensors import leaf
-from phalanx.definition.data import Drawn
+from phalanx.definition.batches import Drawn
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import Each, check_like, hashed
 from phalanx.errors import SnapshotError, UsageError

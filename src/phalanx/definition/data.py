@@ -1,24 +1,54 @@
-"""Where samples come from: columns, a map-style dataset, a list of samples, a stream, or batches of the caller's.
+"""Where samples come from (columns, a dataset, a list, a stream, batches of the caller's), and how they are read.
 
-Knows arrays only by ``shape`` and ``__getitem__``, so it serves every framework. Knows nothing of steps or replicas.
+Knows arrays only by ``shape`` and ``__getitem__``, so it serves every framework. Which samples a share has is decided
+in ``batches``.
+
+Samples are copied as they are read (``own``). A dataset or a stream may fill one buffer for all of its samples. A
+``collate_fn`` may write to samples, and so may a model that is handed them as they are. A share that is read again, in
+the next phase of a step or after a worker's death, must be the same. Arrays keep their strides, which may decide bits:
+kernels are chosen by them.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from phalanx.definition import checks
+import numpy as np
+
+from phalanx.definition import checks, generators
 from phalanx.definition.checks import answering, check_numpy
 from phalanx.errors import UsageError, safe_str
 from phalanx.plan.orders import Indices
-from phalanx.plan.shares import share_bounds
 
 READING = "while phalanx was reading sample"
 FORMS = "pass a tuple or dict of arrays, a list of samples or a map-style dataset"
+UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None)})  # kinds of values that cannot be written to
 BRINGING = ", or None and bring batches yourself: Recipe(make_model, None, loss_fn).start(), then run.step(batch)"
+
+
+class Reader(Protocol):
+    """Reads samples by their indices."""
+
+    @property
+    def collated(self) -> bool:
+        """Whether ``read`` gives a batch, or a list of samples that is still to be collated."""
+        ...
+
+    def read(self, indices: Indices) -> Any:
+        """Samples in this order, or their batch; may run the user's dataset code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collated:
+    """A share whose samples were collated where they were read; no random numbers were drawn for that."""
+
+    batch: Any
 
 
 @dataclass(slots=True)
@@ -29,12 +59,10 @@ class Share:
     ----------
     samples : numpy.ndarray
         Sample indices, for weights and error messages; positions in the batch if the caller brought it.
-    read : callable
-        ``read(samples)`` fetches them; may run the user's dataset code.
+    reader : Reader
+        Reads them.
     origin : str
         What error messages call it: "data", "batch" or "evaluation data".
-    collated : bool
-        Whether ``read`` gives a batch, or a list of samples that is still to be collated.
     collate : callable, optional
         Collates them in place of the recipe's.
     epoch : int, optional
@@ -42,24 +70,26 @@ class Share:
     """
 
     samples: Indices
-    read: Callable[[Indices], Any]
-    collated: bool
+    reader: Reader
     origin: str
     collate: Callable[[list[Any]], Any] | None = None
     epoch: int | None = None
 
-    def cut(self, parts: int) -> list[Share]:
-        """At most ``parts`` shares of these samples, as ``numpy.array_split`` cuts them, none empty.
+    def read(self) -> Any:
+        """What the reader gives for its samples."""
+        return self.reader.read(self.samples)
 
-        Samples that are still to be collated are read now: that seeds the generators, and what follows draws from them.
-        """
-        bounds = [(start, end) for start, end in share_bounds(len(self.samples), parts) if start < end]
-        whole = None if self.collated else self.read(self.samples)
-        pieces = [self.read if whole is None else lambda _, part=whole[a:b]: part for a, b in bounds]
-        return [
-            replace(self, samples=self.samples[start:end], read=read)
-            for (start, end), read in zip(bounds, pieces, strict=True)
-        ]
+    def batch(self, samples: Any, collate: Callable[[Any], Any]) -> Any:
+        """What ``read`` returned, as a batch; ``collate`` is the recipe's."""
+        if isinstance(samples, Collated):
+            return samples.batch
+        try:
+            return samples if self.reader.collated else (self.collate or collate)(samples)
+        except Exception as error:
+            for number, sample in zip(self.samples, samples, strict=False):
+                if sample is None:
+                    error.add_note(f"{READING} {number}, it was given None")
+            raise
 
 
 def _rows(arrays: Sequence[Any], indices: Indices) -> list[Any]:
@@ -77,9 +107,20 @@ class Columns:
     arrays: tuple[Any, ...]
     rebuild: Callable[[Iterable[Any]], Any]
     rows: Callable[[Sequence[Any], Indices], list[Any]] = _rows
+    collated: bool = True
+    random: bool = False
 
     def __len__(self) -> int:
         return int(self.arrays[0].shape[0])
+
+    def read(self, indices: Indices) -> Any:
+        """Their rows, as a batch."""
+        return self.rebuild(self.rows(self.arrays, indices))
+
+    def sample(self, index: int) -> Any:
+        """One row, with no added axis, copied as the rows of a batch are."""
+        rows = self.rows(self.arrays, np.array([index], dtype=np.int64))
+        return self.rebuild([row[0] for row in rows])
 
 
 @dataclass(frozen=True)
@@ -96,8 +137,116 @@ class Samples:
     def __len__(self) -> int:
         return len(self.items)
 
+    def sample(self, index: int) -> Any:
+        """One sample, as it is."""
+        try:
+            return self.items[index]
+        except Exception as error:
+            error.add_note(f"{READING} {index}")
+            raise
+
 
 Source = Columns | Samples
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """Reads a source sample by sample.
+
+    Attributes
+    ----------
+    source : Columns or Samples
+    copies : bool
+        Whether samples are copied as they are read, see ``own``.
+    collated : bool
+        Whether one sample is read, and is handed over as it is.
+    first : FirstReadings, optional
+        Where reading runs user code: has the generators that are seeded before each sample, and looks at the first.
+    key_of : callable
+        The key that they are seeded with, by the index of the sample.
+    """
+
+    source: Source
+    copies: bool
+    collated: bool = False
+    first: generators.FirstReadings | None = None
+    key_of: Callable[[int], int] = int
+
+    def read(self, indices: Indices) -> Any:
+        """A list of samples, or the only one."""
+        read = self._samples
+        if self.first is not None and self.first.left:
+            read = functools.partial(self.first.read, read)
+        return read(indices[:1])[0] if self.collated else read(indices)
+
+    def _samples(self, indices: Indices) -> list[Any]:
+        samples: list[Any] = []
+        for index in indices.tolist():
+            if self.first is not None:
+                generators.seed(self.key_of(index), self.first.owned)
+            sample = self.source.sample(index)
+            samples.append(own(sample) if self.copies else sample)
+        return samples
+
+
+def own(sample: Any) -> Any:
+    """A sample with copies of its arrays, containers and dataclasses; strides stay. Other objects are not copied."""
+    kind: Any = type(sample)
+    if kind is tuple or kind is list:
+        parts = []
+        for part in sample:
+            # Most parts are of the first two kinds, and this runs for each sample: a call for each part is slow.
+            if type(part) in UNCHANGING:
+                parts.append(part)
+            elif type(part) is np.ndarray and (copied := part.copy("K")).strides == part.strides:
+                parts.append(copied)
+            else:
+                parts.append(own(part))
+        return kind(parts)
+    if hasattr(kind, "new_empty_strided") and not vars(sample):
+        if sample.requires_grad:
+            if sample.is_leaf:  # a copy would be another one
+                return sample
+            sample = sample.detach()  # workers and readers do not have the graph, and a backward pass may use it up
+        copied = sample.clone()
+        try:
+            same = copied.stride() == sample.stride()
+            return copied if same else sample.new_empty_strided(sample.shape, sample.stride()).copy_(sample)
+        except RuntimeError:  # sparse, or with elements that share memory, as an expanded one
+            return copied
+    if kind is np.ndarray or kind is np.memmap:
+        return _array(sample)
+    if isinstance(sample, tuple) and callable(getattr(sample, "_make", None)):
+        return kind._make(map(own, sample))
+    if isinstance(sample, (dict, UserDict)):
+        copied: Any = copy.copy(sample)
+        for key, value in sample.items():
+            copied[key] = own(value)
+        return copied
+    if dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        copied = copy.copy(sample)
+        for field in dataclasses.fields(sample):
+            object.__setattr__(copied, field.name, own(getattr(sample, field.name)))
+        return copied
+    return sample
+
+
+def bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """Addresses of the first byte of an array and of the one after its last."""
+    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    address = array.__array_interface__["data"][0]
+    return address + sum(min(step, 0) for step in steps), address + sum(max(step, 0) for step in steps) + array.itemsize
+
+
+def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    copied = array.copy(order="K")
+    if copied.strides == array.strides or array.dtype.hasobject or not array.size:
+        return copied
+    low, high = bounds(array)
+    below = array.__array_interface__["data"][0] - low
+    copied = np.ndarray(array.shape, array.dtype, np.empty(high - low, np.uint8), below, array.strides)
+    copied[...] = array
+    return copied
 
 
 @answering(
@@ -151,29 +300,6 @@ class Stream:
         if self.epoch_size is not None:
             hint = "None means that an epoch ends where the iterable does"
             settle(self, "epoch_size", checks.integer("epoch_size", self.epoch_size, least=1, hint=hint))
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The samples of one step, as a stream gave them.
-
-    Attributes
-    ----------
-    epoch : int
-    numbers : tuple of int
-        Which samples of the epoch these are, counted from 0 as they were read.
-    samples : list
-    hash : str
-        SHA-256 over all of them, in hexadecimal.
-    last : bool
-        Whether the epoch ends with them.
-    """
-
-    epoch: int
-    numbers: tuple[int, ...]
-    samples: list[Any]
-    hash: str
-    last: bool
 
 
 def spelled(error: Exception) -> str:

@@ -223,20 +223,24 @@ class FirstReadings:
         The generators that are seeded before each sample; those that the dataset made when it was first used are added.
     holders : callable
         All user code that may hold generators, by name, the dataset as ``origin``.
+
+    Attributes
+    ----------
+    owned : dict
+    left : int
+        How many samples are still to be read twice.
     """
 
     def __init__(self, origin: str, owned: Owned, holders: Callable[[], dict[str, Any]]) -> None:
         self._origin = origin
-        self._owned = owned
+        self.owned = owned
         self._holders = holders
-        self._left = TWICE
+        self.left = TWICE
 
     def read(self, read: Callable[[Indices], list[Any]], indices: Indices) -> list[Any]:
         """What ``read(indices)`` gives, with all generators seeded that can be found."""
-        if self._left <= 0:
-            return read(indices)
-        ones = [indices[position : position + 1] for position in range(min(self._left, len(indices)))]
-        return [self._twice(read, one) if self._left > 0 else read(one)[0] for one in ones] + read(indices[len(ones) :])
+        ones = [indices[position : position + 1] for position in range(min(self.left, len(indices)))]
+        return [self._twice(read, one) if self.left else read(one)[0] for one in ones] + read(indices[len(ones) :])
 
     def _twice(self, read: Callable[[Indices], list[Any]], one: Indices) -> Any:
         """Read a sample twice, compare, and return the first.
@@ -246,15 +250,15 @@ class FirstReadings:
         UsageError
             The dataset keeps what it drew, or writes to its own arrays.
         """
-        sample, drawn = read(one)[0], places(self._owned)
-        owned = find(self._holders()) if self._left == TWICE else {}
-        self._left -= 1
-        if owned.keys() - self._owned.keys():
-            self._owned.update(owned)
-            sample, drawn = read(one)[0], places(self._owned)
+        sample, drawn = read(one)[0], places(self.owned)
+        owned = find(self._holders()) if self.left == TWICE else {}
+        self.left -= 1
+        if owned.keys() - self.owned.keys():
+            self.owned.update(owned)
+            sample, drawn = read(one)[0], places(self.owned)
         again = read(one)[0]
         text = f"sample {one[0]} of {self._origin}"
-        if places(self._owned) != drawn:
+        if places(self.owned) != drawn:
             raise UsageError(
                 f"{text} drew other random numbers when it was read again with the same seeds: the dataset keeps what "
                 "it has drawn, so the answer depends on who reads it first; keep samples as they are before random "
@@ -267,7 +271,7 @@ class FirstReadings:
             raise UsageError(
                 f"{text}, as reading it writes to {', '.join(written)}; change a copy: x = x - mean, not x -= mean"
             )
-        self._left = 0  # said once
+        self.left = 0  # said once
         checks.warn(
             f"{text}, so the answer depends on who reads it: let the dataset draw from random, numpy.random or torch, "
             "or keep its generator in an attribute, where phalanx finds and seeds it"

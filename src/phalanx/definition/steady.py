@@ -15,15 +15,19 @@ import functools
 import inspect
 import itertools
 import operator
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
+
 from phalanx.definition import checks
-from phalanx.definition.data import Samples
+from phalanx.definition.data import Columns, Samples
 from phalanx.definition.described import roots_of
 from phalanx.definition.fields import Definition
+from phalanx.definition.plain import content
 from phalanx.definition.reachable import (
     ATTRIBUTE,
     FEW,
@@ -46,6 +50,8 @@ FOUND = 2000  # objects that make_model leads to, among which classes are looked
 SHOWN = 80  # letters of two values
 CELL = operator.attrgetter("cell_contents")
 KINDS = (type, FunctionType, MethodType, BuiltinFunctionType, set, frozenset)
+WHOLE_BYTES = 1 << 18  # of a column that is compared whole
+ROWS = 32  # of others
 EMPTY, LENGTH, GONE = object(), " (its length)", "gone"
 OUTSIDE = "a callback, or code around the run,"
 
@@ -221,3 +227,60 @@ def _alike(old: Any, new: Any) -> bool:
     return (
         checksum(old) == checksum(new) if hasattr(type(new), "__array__") else not isinstance(new, KINDS) or old == new
     )
+
+
+class Unchanged:
+    """Notices that the caller changes columns in place.
+
+    Tensors count their changes. Arrays of numpy do not, so they are compared, whole or at some rows, when asked for.
+
+    Parameters
+    ----------
+    source : Columns, Samples or None
+    """
+
+    def __init__(self, source: Columns | Samples | None) -> None:
+        self._arrays = source.arrays if isinstance(source, Columns) else ()
+        versions = [(number, array, _version(array)) for number, array in enumerate(self._arrays)]
+        self._counting = [known for known in versions if known[-1] is not None]  # looked at before every step
+        self._sums = [_checksum(array) for array in self._arrays]
+
+    def check(self, *, contents: bool) -> None:
+        """Refuse to go on with other data; ``contents``: look at what numpy's arrays hold, too.
+
+        Raises
+        ------
+        UsageError
+            A column was changed since this was made.
+        """
+        for number, array, version in self._counting:
+            if array._version != version:
+                raise self._changed(number)
+        for number, array in enumerate(self._arrays if contents else ()):
+            if _checksum(array) != self._sums[number]:
+                raise self._changed(number)
+
+    def _changed(self, number: int) -> UsageError:
+        return UsageError(
+            f"data was changed in place while the run was open (column {number} of {len(self._arrays)}), which "
+            "workers do not see; change it between runs, pass a dataset that computes samples, or bring "
+            "batches yourself: data=None, then run.step(batch)"
+        )
+
+
+def _version(array: Any) -> int | None:
+    """How often a tensor was changed; None for what does not count."""
+    try:
+        return getattr(array, "_version", None)
+    except RuntimeError:  # made in inference mode
+        return None
+
+
+def _checksum(array: Any) -> int | None:
+    if _version(array) is not None:
+        return None
+    if array.nbytes <= WHOLE_BYTES:
+        return zlib.crc32(content(array))
+    rows = np.unique(np.linspace(0, array.shape[0] - 1, ROWS).astype(np.int64))
+    # Slices go by position; a number alone may be a label, as in a column of pandas.
+    return zlib.crc32(b"".join(content(array[row : row + 1]) for row in rows.tolist()))

@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from phalanx.definition import checks, generators
-from phalanx.definition.batches import own
-from phalanx.definition.data import Drawn, Stream, is_array
+from phalanx.definition.batches import Drawn
+from phalanx.definition.data import Stream, is_array, own
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import Each, check_like, encoded, hashed, taking_over
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, WorkerError, safe_str

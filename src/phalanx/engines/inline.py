@@ -60,7 +60,7 @@ class Inline:
         self._lanes = framework.lanes
         self._link = alone(framework, definition.replicas)
         self._close_readers = weakref.finalize(self, ahead.close if ahead else bool)
-        self._dealer = BatchShares(definition, framework.opened, None if ahead is None else ahead.read)
+        self._dealer = BatchShares(definition, framework.opened, None if ahead is None else ahead.taken)
         self._torn = False
         self.ended = ""
         self.closed = False

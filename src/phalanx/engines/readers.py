@@ -6,19 +6,18 @@ hangs. Another reader replaces it.
 
 from __future__ import annotations
 
+import functools
 import select
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from phalanx.definition import checks
-from phalanx.definition.data import Samples
 from phalanx.definition.fields import Definition
 from phalanx.engines.processes.pool import Output, WorkerHandle
 from phalanx.engines.processes.serialization import pack_recipe
 from phalanx.engines.processes.starter import WARM
-from phalanx.engines.reading import taken
+from phalanx.engines.reading import Taken
 from phalanx.errors import RunError
 from phalanx.seams import Framework
 from phalanx.shared.inputs import GONE, Inputs
@@ -30,7 +29,7 @@ FUTILE = 5  # readers in a row that each died within a second
 
 def ahead_here(definition: Definition, framework: Framework, count: int) -> Readers | None:
     """``count`` readers of what this process computes; None where reading runs no user code."""
-    if not (isinstance(definition.source, Samples) and definition.source.random):
+    if definition.source is None or not definition.source.random:
         return None
     memories = environment, recipe_memory, memory = Memory(0), Memory(0), Memory(0)
     try:
@@ -58,12 +57,15 @@ class Readers:
 
     Attributes
     ----------
+    taken : callable
+        ``taken(step, replica, reader)`` reads a share that one of them may have read.
     error : Exception or None
         The error of a reader that could not go on, or that kept a reader from starting.
     """
 
     def __init__(self, memories: Sequence[Memory], inputs: Inputs, count: int, *, own: bool = False) -> None:
         self.inputs = inputs
+        self.taken = functools.partial(Taken, inputs)
         self.error: Exception | None = None
         self._memories, self._own = memories, own
         self._alive: dict[int, WorkerHandle] = {}
@@ -73,10 +75,6 @@ class Readers:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tend, args=(count,), name="phalanx-readers", daemon=True)
         self._thread.start()
-
-    def read(self, *share: Any) -> Any:
-        """A share that a reader has read, by ``taken``."""
-        return taken(self.inputs, *share)
 
     def close(self) -> None:
         """End the readers."""

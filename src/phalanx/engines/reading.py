@@ -11,11 +11,12 @@ import itertools
 import signal
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.definition import generators
-from phalanx.definition.batches import BatchShares, Collated
-from phalanx.definition.data import Share
+from phalanx.definition.batches import BatchShares
+from phalanx.definition.data import Collated, Reader, Share
 from phalanx.definition.fields import Definition, unpacked
 from phalanx.engines.processes.messages import DriverChannel, sendable
 from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack, unpack_bytes
@@ -70,7 +71,7 @@ class Collate:
 
     def read(self, share: Share, key: int) -> Any:
         """A share's samples, or their batch. ``key``: the replica's; it seeds the generators for collating."""
-        samples = share.read(share.samples)
+        samples = share.read()
         if self._collate is None:
             return samples
         generators.seed(key, self._owned)  # it may look at a seed, or draw and put back
@@ -79,7 +80,7 @@ class Collate:
         if generators.places(self._owned) == before:
             return Collated(batch)
         self._collate = None
-        return share.read(share.samples)  # collating may have changed them
+        return share.read()  # collating may have changed them
 
 
 def _read_shares(caller: DriverChannel, definition: Definition, ring: Ring, collate: Collate) -> None:
@@ -121,7 +122,21 @@ def _put(caller: DriverChannel, ring: Ring, step: int, replica: int, thing: Any)
         caller.sleep(NAP_MILLISECONDS)
 
 
-def taken(inputs: Inputs, step: int, replica: int, read: Callable[[Indices], Any], samples: Indices) -> Any:
-    """What ``read(samples)`` gives for a share of a step; from a reader, if one has read it."""
-    content = inputs.take(step, replica)
-    return read(samples) if content is None else unpack_bytes(content)
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Takes a share of a step from the process that has read it; if none has, it is read here."""
+
+    inputs: Inputs
+    step: int
+    replica: int
+    here: Reader
+
+    @property
+    def collated(self) -> bool:
+        """As it is read here."""
+        return self.here.collated
+
+    def read(self, indices: Indices) -> Any:
+        """The share."""
+        content = self.inputs.take(self.step, self.replica)
+        return self.here.read(indices) if content is None else unpack_bytes(content)

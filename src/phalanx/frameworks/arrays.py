@@ -19,7 +19,6 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 
 from phalanx.definition import checks, generators
-from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source, is_pair, target_of
 from phalanx.definition.digest import Entry
 from phalanx.definition.evaluation import Metrics
@@ -182,10 +181,10 @@ class ArrayFramework:
 
     def batch(self, key: int | None, share: Share) -> Any:
         """The batch of a share. Generators are seeded with the key once it is read, before it is collated."""
-        samples = share.read(share.samples)
+        samples = share.read()
         if key is not None:
             generators.seed(key, self.definition.generators)
-        whole = as_batch(samples, share, self.collate)
+        whole = share.batch(samples, self.collate)
         return whole if self.checked is None else self.checked(whole, share.origin)
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:

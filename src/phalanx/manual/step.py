@@ -18,8 +18,8 @@ from torch.utils.data import default_collate
 
 from phalanx.collectives.schedules import ALGORITHMS
 from phalanx.definition import checks
-from phalanx.definition.batches import as_batch
-from phalanx.definition.data import Columns, Share, map_tree, open_batch
+from phalanx.definition.batches import dealt
+from phalanx.definition.data import Columns, OneByOne, Share, map_tree, open_batch
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, safe_str, spell_samples
 from phalanx.frameworks.torch import accelerators, arithmetic
@@ -32,7 +32,7 @@ from phalanx.frameworks.torch.replica.forward import AmbiguousMean, as_tensors, 
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.manual.replicas import ORDERED, average, tensors_of
-from phalanx.plan.shares import share_bounds, share_weights
+from phalanx.plan.shares import share_weights
 from phalanx.seams.records import Computed, Part, Todo, losses_of, with_losses
 from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
 from phalanx.surroundings import interrupts
@@ -63,7 +63,7 @@ def shard_batch(batch: Any, n: int) -> list[Any]:
     UsageError
         The batch is empty, parts of it differ in length, or it cannot be cut.
     """
-    return [share.read(share.samples) for share in _dealt(batch, checks.integer("n", n, least=1))]
+    return [share.read() for share in _dealt(batch, checks.integer("n", n, least=1))]
 
 
 @alone
@@ -194,27 +194,14 @@ class Given:
 
     def batch(self, key: int | None, share: Share) -> Any:
         """A share of it, as the model is called with it."""
-        return map_tree(as_tensors, as_batch(share.read(share.samples), share, default_collate))
+        return map_tree(as_tensors, share.batch(share.read(), default_collate))
 
 
 def _dealt(batch: Any, count: int) -> list[Share]:
     """The batch in ``count`` shares."""
     source = open_batch(batch)
-    columns = isinstance(source, Columns)
-    shares: list[Share] = []
-    for start, end in share_bounds(len(source), count):
-        if columns:
-            content = source.rebuild([_rows(array, start, end) for array in source.arrays])
-        else:
-            content = source.items[start:end]
-        shares.append(Share(np.arange(start, end), lambda _, content=content: content, columns, "batch"))
-    return shares
-
-
-def _rows(array: Any, start: int, end: int) -> Any:
-    if isinstance(array, torch.Tensor):
-        return array[torch.arange(start, end, device=array.device)]
-    return array[np.arange(start, end)]
+    reader = source if isinstance(source, Columns) else OneByOne(source, copies=False)
+    return dealt(Share(np.arange(len(source)), reader, "batch"), count)
 
 
 def _task(definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share) -> Task:

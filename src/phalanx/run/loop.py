@@ -14,12 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from phalanx.definition.batches import Unchanged
 from phalanx.definition.checks import comparing, warn
 from phalanx.definition.data import spelled
 from phalanx.definition.evaluation import WATCHED, Evaluation, Metrics, Predictions, check_metric, deciding, meant
 from phalanx.definition.fields import Definition
-from phalanx.definition.steady import Steady
+from phalanx.definition.steady import Steady, Unchanged
 from phalanx.definition.streams import Supply
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError
 from phalanx.seams import Engine, Observer

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from phalanx.checkpoint.tensors import CALLBACKS, kept, packed, states_in, unpacked
 from phalanx.definition import checks
-from phalanx.definition.data import Columns, Drawn
+from phalanx.definition.batches import Drawn
+from phalanx.definition.data import Columns
 from phalanx.definition.described import shared
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition

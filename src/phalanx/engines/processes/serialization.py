@@ -32,7 +32,7 @@ import cloudpickle
 import numpy as np
 
 from phalanx.definition import checks
-from phalanx.definition.batches import bounds
+from phalanx.definition.data import bounds
 from phalanx.definition.fields import Definition
 from phalanx.definition.reachable import module_of, parts_of
 from phalanx.errors import UsageError, safe_str
@@ -80,7 +80,7 @@ class Packer(cloudpickle.Pickler):
         if isinstance(obj, functools._lru_cache_wrapper):
             return _cached, (obj.__wrapped__, obj.cache_parameters())
         if isinstance(obj, functools.cached_property):
-            return _cached_property, (obj.func, obj.attrname)
+            return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
         if isinstance(obj, weakref.WeakKeyDictionary):  # as functools.singledispatch has one
             return weakref.WeakKeyDictionary, (dict(obj),)
         if isinstance(obj, CodeType):
@@ -298,12 +298,6 @@ def _in_library(name: str, code: CodeType, *rest: Any) -> FunctionType:
 
 def _cached(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
-
-
-def _cached_property(function: Any, name: str) -> Any:
-    descriptor = functools.cached_property(function)
-    descriptor.__set_name__(object, name)  # otherwise done only when a class is made
-    return descriptor
 
 
 def _importable(module: ModuleType) -> bool:

@@ -26,7 +26,7 @@ from phalanx.engines.linked import linked
 from phalanx.engines.processes.board import Station
 from phalanx.engines.processes.messages import DriverChannel, sendable
 from phalanx.engines.processes.serialization import adopt_environment, remarked, unpack
-from phalanx.engines.reading import taken
+from phalanx.engines.reading import Taken
 from phalanx.engines.twice import Twice
 from phalanx.errors import LostError, Trouble, UsageError
 from phalanx.frameworks.registry import open_framework, starting
@@ -81,7 +81,7 @@ class Worker:
         self._framework: Framework = open_framework(self._definition, [self._device], allow=bool(setup["allow"]))
         self.environment = self._framework.environment
         self._share(memories, setup)
-        ahead = functools.partial(taken, Inputs(memories.inputs, self._definition.replicas)) if setup["ahead"] else None
+        ahead = functools.partial(Taken, Inputs(memories.inputs, self._definition.replicas)) if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._twice = Twice(
             self._definition, self._framework, allow=setup["allow"], audit=setup["audit"],

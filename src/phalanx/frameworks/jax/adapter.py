@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.definition.batches import cut
 from phalanx.definition.data import Share
 from phalanx.definition.digest import digest_of
 from phalanx.definition.evaluation import Metrics
@@ -96,7 +97,7 @@ class Jax(ArrayFramework):
 
     def _begun_in_parts(self, params: Any, key: int, share: Share) -> Callable[[], Computed]:
         """Compute a replica whose share is cut: the means of its micro-batches, added in order."""
-        pieces = share.cut(self.definition.micro_batches)
+        pieces = cut(share, self.definition.micro_batches)
         parts = Parts([len(piece.samples) for piece in pieces])
         total: Gradient = []
         state = self._state.buffers

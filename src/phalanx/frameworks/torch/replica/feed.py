@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import default_collate as default_collate
 
 from phalanx.definition import generators
-from phalanx.definition.batches import as_batch
 from phalanx.definition.data import Columns, Samples, Share, Source, map_tree
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch.accelerators import can_pin
@@ -53,12 +52,12 @@ class Feed:
         """A share's samples, with all generators seeded for what follows; None: they go on from where they are."""
         self.settle()
         if key is not None:
-            samples = share.read(share.samples)
+            samples = share.read()
             self.seed(key)
         else:
             with generators.kept(self._owned):  # reading seeds them, here or where it was read ahead
-                samples = share.read(share.samples)
-        return as_batch(samples, share, self.collate)
+                samples = share.read()
+        return share.batch(samples, self.collate)
 
     def seed(self, key: int) -> None:
         """Seed every generator that user code may draw from."""
@@ -106,8 +105,8 @@ class DeviceFeed:
         address = todo.key, todo.share.origin
         if self._may_read_ahead and address not in self._ready:
             with contextlib.suppress(Exception), interrupts.user_code():
-                samples = todo.share.read(todo.share.samples)
-                self._ready[address] = self._copied(as_batch(samples, todo.share, self._host.collate))
+                samples = todo.share.read()
+                self._ready[address] = self._copied(todo.share.batch(samples, self._host.collate))
 
     def begin(self, todo: Sequence[Todo]) -> None:
         """Begin another step: the host has waited for all that was begun before the last one.
@@ -148,15 +147,14 @@ def _rows(
     """Rows of each column, with the strides that indexing gives; ``index_select`` takes a third of the time."""
     rows = torch.from_numpy(indices)
     pairs = zip(selectable, columns, strict=True)
-    return [_selected(column, rows, pins) if selected else column[rows] for selected, column in pairs]
+    select = _pinned if pins else torch.index_select
+    return [select(column, 0, rows) if selected else column[rows] for selected, column in pairs]
 
 
-def _selected(column: torch.Tensor, rows: torch.Tensor, pins: bool) -> torch.Tensor:
+def _pinned(column: torch.Tensor, axis: int, rows: torch.Tensor) -> torch.Tensor:
     """Rows of a column, in pinned memory at once: they are not copied there afterwards."""
-    if not pins:
-        return column.index_select(0, rows)
     home = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, device="cpu", pin_memory=True)
-    return torch.index_select(column, 0, rows, out=home)
+    return torch.index_select(column, axis, rows, out=home)
 
 
 def _selectable(column: torch.Tensor) -> bool:

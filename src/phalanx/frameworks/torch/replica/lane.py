@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from phalanx.definition import checks
+from phalanx.definition.batches import cut
 from phalanx.definition.data import Share
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
@@ -201,7 +202,7 @@ class Lane:
 
         Each part's graph is gone before the next one is computed.
         """
-        pieces = todo.share.cut(self._parts)
+        pieces = cut(todo.share, self._parts)
         parts, named_parts = Parts([len(piece.samples) for piece in pieces]), list[tuple[float, Named]]()
         for number, piece in enumerate(pieces):
             batch = self._batch(None if number else todo.key, piece, watch)
