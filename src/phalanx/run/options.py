@@ -17,7 +17,9 @@ from phalanx.definition.checks import ARGUMENTS, answer
 from phalanx.definition.evaluation import Evaluation, check_metric, listed_evaluations
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
+from phalanx.plan.audit import Audit
 from phalanx.run.observers import checked_callbacks
+from phalanx.seams.records import RunOptions
 from phalanx.surroundings import presence
 
 
@@ -75,6 +77,19 @@ def settle(options: Mapping[str, Any], replicas: int) -> SimpleNamespace:
         if settled.run_dir is None and given[name] != DEFAULTS[name]:
             raise UsageError(f"{name} is {checks.shown(given[name])}, but there is no run_dir; give one, or leave it")
     return settled
+
+
+def of_run(settled: SimpleNamespace, seed: int) -> RunOptions:
+    """What engines have to know of the options, and of what callbacks say of themselves."""
+    decays = [(said(each).decay_of_workers, type(each).__name__) for each in settled.callbacks]
+    averaging = [(decay, name) for decay, name in decays if decay is not None]
+    return RunOptions(
+        audit=Audit(settled.audit, seed) if settled.audit else None,
+        allow=settled.nondeterministic == "allow",
+        max_failures=settled.max_failures,
+        averaging=averaging[0] if len(averaging) == 1 else None,
+        gradients=tuple(name for each in settled.callbacks for name in said(each).gradients),
+    )
 
 
 def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str:

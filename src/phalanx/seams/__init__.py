@@ -26,7 +26,9 @@ from phalanx.seams.records import (
     Incident,
     Measurement,
     Part,
-    RunState,
+    Progress,
+    RunOptions,
+    Seen,
     StepReport,
     Todo,
     Training,
@@ -353,7 +355,8 @@ class Engine(Protocol):
 
     Attributes
     ----------
-    run_state : RunState
+    options, progress, seen : RunOptions, Progress, Seen
+        What is noted about the run.
     workers : int
         W.
     environment : context manager
@@ -364,7 +367,9 @@ class Engine(Protocol):
         Returns that of the framework, as of the last finished step.
     """
 
-    run_state: RunState
+    options: RunOptions
+    progress: Progress
+    seen: Seen
     workers: int
     environment: AbstractContextManager[None]
     reading: AbstractContextManager[Any]
@@ -435,7 +440,7 @@ class Observer:
     runs_user_code: ClassVar[bool] = False
 
     def begin(self, engine: Engine, run: Any = None) -> None:
-        """Look on from here: ``engine`` has the state, ``engine.run_state`` what was done so far, ``run`` shows it."""
+        """Look on from here: ``engine`` has the state, ``engine.progress`` what was done so far, ``run`` shows it."""
 
     def horizon(self, steps: int) -> int:
         """How many finished steps the run may have before this must see the state again; ``steps`` are finished.
