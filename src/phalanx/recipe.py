@@ -17,6 +17,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.streams import supplied
 from phalanx.engines import close as close
 from phalanx.errors import UsageError
+from phalanx.plan.audit import Audit
 from phalanx.run.loop import Loop
 from phalanx.run.observers import shown, watching
 from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, of_run, settle, unknown
@@ -291,14 +292,15 @@ class Recipe(Definition):
         from phalanx.engines.selection import entered, open_engine  # it loads the code that starts processes
 
         functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
+        audit = Audit(settled.audit, self.seed) if settled.audit else None
         with contextlib.ExitStack() as undo:
-            world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, settled.audit > 0, undo)
+            world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, audit, undo)
             own, settled = settled, _of_this_process(settled, world)
             past = ResumeState(self, settled)
             undo.callback(past.close)
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
-                of_run(settled, self.seed), readers=settled.readers, functions=functions, world=world,
+                of_run(settled, audit), readers=settled.readers, functions=functions, world=world,
                 min_hosts=settled.min_hosts,
             )  # fmt: skip
             undo.callback(engine.close)

@@ -59,7 +59,7 @@ class Chained(Observer):
     """
 
     def __init__(
-        self, directory: RunDirectory, definition: Definition, every: int | None, recipe: Any, link: str | None = None
+        self, directory: RunDirectory, definition: Definition, every: int | None, recipe: Any, link: Any = None
     ) -> None:
         self._directory = directory
         self._definition = definition
@@ -131,7 +131,7 @@ class Chained(Observer):
 
     def left(self) -> dict[str, Any]:
         """The newest link."""
-        return {} if self.link is None else {"chain": self.link}
+        return {"chain": self.link}
 
     def end(self) -> None:
         """Keep what a replica of the next step computes, for a run that goes on from here, and write no more."""

@@ -199,7 +199,7 @@ class EventLog(Observer):
         """Note how the run begins."""
         self._seen = engine.seen
         facts = {"time": _now(), "step": engine.progress.steps, "workers": engine.workers, "pid": os.getpid()}
-        if engine.progress.resumed_from is None and not engine.progress.steps:
+        if engine.progress.resumed_from is None and not facts["step"]:
             self._directory.note("start", **facts)
         else:
             self._begun = facts

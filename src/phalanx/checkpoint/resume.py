@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +99,8 @@ class ResumeState:
         with taking_over("what was evaluated"):
             metrics = [Evaluated(steps, float(value), name) for steps, value, name in earlier.metrics]
         seen = taken_over(framework, earlier, self._definition, resumed_from=earlier.step, made=made_here)
-        return dataclasses.replace(seen, evaluated=metrics)
+        seen.evaluated.extend(metrics)
+        return seen
 
     def take_over(self, engine: Engine) -> None:
         """Keep the directory from here on, in place of a process that fell."""
@@ -144,7 +144,7 @@ class ResumeState:
         if self._directory is None:
             return ()
         directory, options = self._directory, self._options
-        link = None if self._earlier is None else link_of(self._earlier)
+        link = link_of(self._earlier) if self._earlier else None
         log = EventLog(directory, self._differs, self._definition.total)
         chained = Chained(directory, self._definition, options.chain, self._recipe, link)
         stop = options.on_snapshot_error == "stop"

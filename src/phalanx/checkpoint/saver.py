@@ -229,8 +229,8 @@ class Saver(Observer):
     @property
     def _steps(self) -> int:
         """How many steps are done, to be compared with ``_saved``; 0 while one is incomplete, as that is not saved."""
-        seen = None if self._engine is None else self._engine.seen
-        return seen.progress.steps if seen is not None and seen.complete else 0
+        engine = self._engine
+        return engine.progress.steps if engine is not None and engine.seen.complete else 0
 
     def _is_due(self, steps: int) -> bool:
         busy = self._every is None and self._thread is not None and self._thread.is_alive()

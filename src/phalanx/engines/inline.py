@@ -45,6 +45,7 @@ class Inline:
     """
 
     workers = 1
+    averaged = None
     worker_pids: tuple[int, ...] = ()
 
     def __init__(

@@ -113,7 +113,7 @@ def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definitio
         engine.close()
 
 
-def entered(engine: str, seconds: float | None, lost_after: float, audit: bool, undo: contextlib.ExitStack) -> Any:
+def entered(engine: str, seconds: float | None, lost_after: float, audit: Any, undo: contextlib.ExitStack) -> Any:
     """All processes of the torch.distributed world, if this engine means them; else None.
 
     ``undo``: an error before the run begins is told to the others when this is left.

@@ -132,8 +132,8 @@ class Called(Observer):
         if self._name and hasattr(self.callback, "state"):
             seen.keep(self._name, self.callback.state)
         if said(self.callback).decay_of_workers is not None:
-            self._idle = engine.progress.averaged is not None
-            self.callback.averaged_by(engine.progress.averaged)
+            self._idle = engine.averaged is not None
+            self.callback.averaged_by((lambda: engine.averaged()) if self._idle else None)  # of the engine of that time
         self._call("begin", run)
 
     def horizon(self, steps: int) -> int:
@@ -282,10 +282,10 @@ class ProgressBar(Observer):
             return
         is_last = self._bar.n + 1 == self._total
         if self._bar.update() or is_last:
-            seen, incidents = self._engine.seen, self._engine.progress.incidents
+            incidents = self._engine.progress.incidents
             facts = {
                 "loss": f"{report.loss:.4g}",
-                **{printable(item.name): f"{item.value:.4g}" for item in seen.evaluated[-1:]},
+                **{printable(item.name): f"{item.value:.4g}" for item in self._engine.seen.evaluated[-1:]},
             }
             facts |= {"workers": str(self._engine.workers)}
             self._bar.set_postfix(facts | ({"incidents": str(len(incidents))} if incidents else {}))

@@ -17,7 +17,6 @@ from phalanx.definition.checks import ARGUMENTS, answer
 from phalanx.definition.evaluation import Evaluation, check_metric, listed_evaluations
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.plan.audit import Audit
 from phalanx.run.observers import checked_callbacks
 from phalanx.seams.records import RunOptions
 from phalanx.surroundings import presence
@@ -79,17 +78,13 @@ def settle(options: Mapping[str, Any], replicas: int) -> SimpleNamespace:
     return settled
 
 
-def of_run(settled: SimpleNamespace, seed: int) -> RunOptions:
+def of_run(settled: SimpleNamespace, audit: Any) -> RunOptions:
     """What engines have to know of the options, and of what callbacks say of themselves."""
-    decays = [(said(each).decay_of_workers, type(each).__name__) for each in settled.callbacks]
-    averaging = [(decay, name) for decay, name in decays if decay is not None]
-    return RunOptions(
-        audit=Audit(settled.audit, seed) if settled.audit else None,
-        allow=settled.nondeterministic == "allow",
-        max_failures=settled.max_failures,
-        averaging=averaging[0] if len(averaging) == 1 else None,
-        gradients=tuple(name for each in settled.callbacks for name in said(each).gradients),
-    )
+    told = [(said(each), type(each).__name__) for each in settled.callbacks]
+    averaging = [(each.decay_of_workers, name) for each, name in told if each.decay_of_workers is not None]
+    gradients = tuple(name for each, _ in told for name in each.gradients)
+    allow, only = settled.nondeterministic == "allow", averaging[0] if len(averaging) == 1 else None
+    return RunOptions(audit, allow, settled.max_failures, only, gradients)
 
 
 def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str:

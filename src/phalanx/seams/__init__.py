@@ -307,21 +307,22 @@ class Sharing(Protocol):
         Whether the whole state is known, so that a run can move to other processes in the middle.
     devices : sequence of str
         Devices that were asked for, if each is a worker's.
-    averaging : (float, mapping) or None
-        Decay, and what to go on from, of an average of the weights that is kept beside the state.
     listen : callable
         ``listen(f)``: ``f(index, gradient)`` is called as soon as a backward pass has a parameter's gradient, until
         ``listen(None)``.
     averages : Averages or None
-        That average; ``step()`` adds the weights, ``named()`` returns it by names of parameters.
+        An average of the weights that is kept beside the state: ``step(update)`` adds the weights once all phases of a
+        step are done, ``named()`` returns it by names of parameters.
+    keep_average : callable
+        ``keep_average(rounds, decay, start=None)`` begins it, from an earlier one if that is given.
     """
 
     arrays: Arrays
     moving_seconds: float
     portable: bool
     devices: Sequence[str]
-    averaging: tuple[float, Weights | None] | None
     averages: Any
+    keep_average: Any
     listen: Any
 
     def lay_out(self, placement: Placement, take: Callable[[int], int], known: Any = None) -> Any:
@@ -365,6 +366,9 @@ class Engine(Protocol):
         Entered around reading a stream in this process: generators and threads are the run's. Re-entrant.
     eval_point : callable
         Returns that of the framework, as of the last finished step.
+    averaged : callable or None
+        Returns the average of the weights by names of parameters, None before the first step; None unless workers keep
+        one.
     """
 
     options: RunOptions
@@ -374,6 +378,7 @@ class Engine(Protocol):
     environment: AbstractContextManager[None]
     reading: AbstractContextManager[Any]
     eval_point: Any
+    averaged: Any
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

@@ -344,9 +344,6 @@ class Progress:
         How many updates were audited.
     unseen : deque of StepReport
         Updates that were done while nobody waited for them.
-    averaged : callable or None
-        Returns the average of the weights by names of parameters, None before the first step; None unless workers keep
-        it.
     leads : bool
         Whether this process reports and saves; false in all but one of several.
     """
@@ -360,7 +357,6 @@ class Progress:
     incidents: list[Incident] = field(default_factory=list[Incident])
     audited: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
-    averaged: Callable[[], Weights | None] | None = None
     leads: bool = True
 
     @property
@@ -395,7 +391,9 @@ class Progress:
 
 @dataclass(slots=True)
 class Seen:
-    """How far a run's loop and observers have come with its progress. The loop and the run alone write it.
+    """How far a run's loop and observers have come with its progress. The room of the run alone assigns its fields.
+
+    Others keep and take states of callbacks, and put in what an earlier run, or another process, had evaluated.
 
     Attributes
     ----------
@@ -421,7 +419,7 @@ class Seen:
     kept: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=MOST_KEPT))
     stopped_by: str | None = None
     leaving: str = ""
-    _states: dict[str, Callable[[], Any]] = field(default_factory=dict[str, Callable[[], Any]])
+    _states: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def complete(self) -> bool:

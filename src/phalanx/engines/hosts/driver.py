@@ -83,10 +83,7 @@ class Distributed(Changing[Processes]):
         self._whole, self._last, self._gone, self._owner = chosen is None, False, False, os.getpid()
         self._fresh, self._stuck = chosen is not None, 0  # nothing was done here yet; incarnations without a step
         self._recent = deque[StepReport](maxlen=KEPT)
-        self.options, self.progress, self.seen = records
         super().__init__(records, lambda: self._entered(chosen)[1])
-        if self.progress.averaged is not None:
-            self.progress.averaged = lambda: self.engine.averaged()  # of the engine of that time
         self.workers = workers * world.size
 
     def _on_this_host(self) -> Processes:
@@ -271,8 +268,8 @@ class Distributed(Changing[Processes]):
                     progress.add(report.loss, 0)
                     progress.unseen.append(report)
             progress.samples = history["samples"]
-            if self.options.averaging is not None and progress.averaged is not None:
-                seen.waiting |= states_in(history, captured.training)
+            if self._framework.sharing.averages:
+                seen.waiting.update(states_in(history, captured.training))
         if (self._steps, self._whole) != (chosen["step"], True) and me not in chosen["behind"]:
             raise RunError(f"this process has done {self._steps} steps where {chosen['step']} were agreed on")
         self._whole, self._fresh, progress.leads = True, False, chosen["keeper"] == me
@@ -328,7 +325,8 @@ def open_distributed(
     count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
     count = 1 if named else count
     chosen = _join(world, definition) if world.joins else None
-    seen = Seen(Progress(rounds=definition.rounds)) if world.joins else _same_start(world, framework, begin, definition)
+    blank = Seen(Progress(rounds=definition.rounds, leads=False))
+    seen = blank if world.joins else _same_start(world, framework, begin, blank)
     records = Records(options, seen.progress, seen)
     return Distributed(definition, framework, records, world, count, beside(readers, count, room), least, chosen)
 
@@ -361,8 +359,8 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     }
 
 
-def _same_start(world: World, framework: Framework, begin: Callable[[Framework], Seen], definition: Definition) -> Seen:
-    """The keeper may go on from a snapshot; all others adopt its state."""
+def _same_start(world: World, framework: Framework, begin: Callable[[Framework], Seen], blank: Seen) -> Seen:
+    """The keeper may go on from a snapshot; all others adopt its state, and note in ``blank`` what it had done."""
     if world.rank == world.keeper:
         seen = begin(framework)
         with framework.environment:
@@ -373,19 +371,19 @@ def _same_start(world: World, framework: Framework, begin: Callable[[Framework],
     captured, history = unpacked(world.receive(world.keeper))
     with framework.environment:
         framework.adopt(captured)
-    seen = Seen(Progress(rounds=definition.rounds, leads=False))
-    _take(seen, captured, history)
+    _take(blank, captured, history)
     world.share()
-    return seen
+    return blank
 
 
 def _sent(captured: Captured, seen: Seen, **more: Any) -> bytes:
     """A state and what was done until then, as other processes take it."""
+    progress = seen.progress
     history: dict[str, Any] = {
-        "losses": seen.progress.loss_history,
-        "samples": seen.progress.samples,
-        "resumed_from": seen.progress.resumed_from,
-        "made": seen.progress.made,
+        "losses": progress.loss_history,
+        "samples": progress.samples,
+        "resumed_from": progress.resumed_from,
+        "made": progress.made,
         "evaluated": [dataclasses.astuple(item) for item in seen.evaluated],
         **more,
     }
@@ -396,5 +394,5 @@ def _sent(captured: Captured, seen: Seen, **more: Any) -> bytes:
 def _take(seen: Seen, captured: Captured, history: dict[str, Any]) -> None:
     """Note what another process has done."""
     seen.progress.take(*(history[name] for name in ("losses", "samples", "resumed_from", "made")))
-    seen.evaluated += [Evaluated(*item) for item in history["evaluated"]]
-    seen.waiting |= states_in(history, captured.training)
+    seen.evaluated.extend(Evaluated(*item) for item in history["evaluated"])
+    seen.waiting.update(states_in(history, captured.training))

@@ -49,6 +49,7 @@ class Processes:
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
+    averaged: Any = None
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Processes:
         self._alarm = alarm
         self._fetched = -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
-        self._decay = self._averages()
+        self._keep_average()
         plan = ArenaPlan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = Memories(*(Memory(0) for _ in Memories._fields))
@@ -85,22 +86,20 @@ class Processes:
             self._begin(plan, placement, memories, readers, records)
             undo.pop_all()
 
-    def _averages(self) -> float | None:
-        """Have workers with devices keep the average that a callback asked for; returns its decay."""
-        if not self._copies or self.options.averaging is None:
-            return None
+    def _keep_average(self) -> None:
+        """Have workers with devices keep the average that a callback asked for."""
+        if not (self._copies and self.options.averaging):
+            return
         decay, name = self.options.averaging
         earlier, sharing = self.seen.waiting.get(name), self._framework.sharing
         averaged = earlier["averaged"] if isinstance(earlier, dict) else None
-        if self.progress.averaged is not None:  # an engine before this one kept it, unless a state has come since
+        if sharing.averages:  # an engine before this one kept it, unless a state has come since
             self.seen.take(name)
             averaged = averaged or sharing.averages.named()
-            del sharing.averages  # it was made once
-        sharing.averaging = decay, averaged
-        self.progress.averaged = self.averaged
-        return decay
+        sharing.keep_average(self._definition.rounds, decay, averaged)
+        self.averaged = self._average
 
-    def averaged(self) -> Weights | None:
+    def _average(self) -> Weights | None:
         """The average after the last finished step. A snapshot of that step has fetched it already."""
         if not self.closed and self._fetched != self._steps:
             self.fetch(save=True)
@@ -115,11 +114,10 @@ class Processes:
         self.counters = plan.counters(mapped, PARENT)
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, memories.base)
         facts = {
-            "audit": self.options.audit, "hosts": self._rendezvous, "ahead": readers != 0, "placement": placement,
+            "options": self.options, "hosts": self._rendezvous, "ahead": readers != 0, "placement": placement,
             "signature": plan.layout.signature(), "contents": plan.layout.contents,
-            "gradients": self.options.gradients, "allow": self.options.allow,
             "devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds(), CONNECTING),
-            "averaging": self._decay, "began": None if self._rendezvous else self._steps,
+            "began": None if self._rendezvous else self._steps,
         }  # fmt: skip
         pack_recipe(self._definition, self._framework.name, memories.environment, memories.recipe, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, records)
