@@ -45,7 +45,7 @@ def sequence(steps):
 class Framework:
     """The caller's model is one integer."""
 
-    environment, sharing, name = contextlib.nullcontext(), SimpleNamespace(devices=()), "integers"
+    environment, sharing, name = contextlib.nullcontext(), SimpleNamespace(devices=(), averages=None), "integers"
 
     def __init__(self):
         self.state = 1
