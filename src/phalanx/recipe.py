@@ -20,7 +20,7 @@ from phalanx.errors import UsageError
 from phalanx.plan.audit import Audit
 from phalanx.run.loop import Loop
 from phalanx.run.observers import shown, watching
-from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, settle, unknown
+from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, of_run, settle, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts, sources
@@ -300,9 +300,8 @@ class Recipe(Definition):
             undo.callback(past.close)
             engine = open_engine(
                 self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
-                allow=settled.nondeterministic == "allow",
-                readers=settled.readers, audit=audit, max_failures=settled.max_failures, functions=functions,
-                world=world, min_hosts=settled.min_hosts,
+                of_run(settled, audit), readers=settled.readers, functions=functions, world=world,
+                min_hosts=settled.min_hosts,
             )  # fmt: skip
             undo.callback(engine.close)
             past.check(engine)
@@ -311,9 +310,7 @@ class Recipe(Definition):
             bar = functools.partial(shown, unit="sample", progress=settled.progress)  # while a stream is read again
             if self.stream and settled.readers:
                 checks.warn(AHEAD.format(settled.readers))
-            supply = self.stream and supplied(
-                self, engine.run_state, engine.reading, bar, anyway=settled.resume == ANYWAY
-            )
+            supply = self.stream and supplied(self, engine, bar, anyway=settled.resume == ANYWAY)
             undo.callback(supply.close if supply else bool)
             facts = self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting
             later = self._succeed(own, engine, turn, lambda: run, world)

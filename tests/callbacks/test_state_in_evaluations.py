@@ -1,5 +1,6 @@
 """What a metric or a model keeps from chunk to chunk of an evaluation is found, in every engine; nothing else is."""
 
+import dataclasses
 import functools
 import itertools
 import queue
@@ -279,7 +280,7 @@ def test_what_is_kept_is_put_back():
         with phalanx.Recipe(Cached, (X, Y), F.cross_entropy, replicas=2, batch_size=50, epochs=1).start(
             engine="inline"
         ) as run:
-            run._engine.run_state.allow = watched  # planted
+            run._engine.options = dataclasses.replace(run._engine.options, allow=watched)  # planted
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 run.evaluate({"acc": metric}, (HELD_OUT, TARGETS), batch_size=20)

@@ -9,7 +9,7 @@ from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import RunError
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import place
-from phalanx.seams.records import RunState
+from phalanx.seams.records import Progress, Records, RunOptions, Seen
 from tests.families import ADAMW, FAMILIES
 
 STEPS = 9
@@ -24,7 +24,7 @@ def opener(recipe, framework, state, workers):
 
 def digest(recipe, turns, between=lambda framework: None):
     """The digest after a step with each of ``turns`` many workers; ``between`` may do something to the state."""
-    state = RunState()
+    state = Records(RunOptions(), progress := Progress(), Seen(progress))
     framework = open_framework(recipe)
     changing = Changing(state, opener(recipe, framework, state, turns[0]))
     try:
@@ -62,7 +62,7 @@ def test_a_state_that_changes_on_the_way_is_seen():
 def test_an_engine_that_cannot_be_opened_leaves_the_one_before():
     """The error is raised, and the run goes on where it was."""
     recipe = FAMILIES["mlp"].recipe(3, steps=3)
-    state = RunState()
+    state = Records(RunOptions(), progress := Progress(), Seen(progress))
     framework = open_framework(recipe)
     changing = Changing(state, opener(recipe, framework, state, 1))
 
@@ -81,7 +81,7 @@ def test_an_engine_that_cannot_be_opened_leaves_the_one_before():
 def test_a_state_that_did_not_come_home_ends_the_run():
     """No other engine begins with an older state."""
     recipe = FAMILIES["mlp"].recipe(3, steps=3)
-    state = RunState()
+    state = Records(RunOptions(), progress := Progress(), Seen(progress))
     framework = open_framework(recipe)
     engine = Inline(recipe, framework, state)
     changing = Changing(state, lambda: engine)

@@ -20,7 +20,7 @@ from phalanx.engines.processes.driver import Processes
 from phalanx.engines.recovery.failures import Deadline
 from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import Placement
-from phalanx.seams.records import RunState
+from phalanx.seams.records import Progress, Records, RunOptions, Seen
 from phalanx.shared.counters import RING
 from tests.engines.alike import CHUNK, EVERY, FEW, MLP, answer, course, feed, few, held_out, metric, same, two_or_three
 from tests.families import (
@@ -354,7 +354,8 @@ PLACEMENTS = {
 def placed(recipe, blocks):
     """A run on workers that host just these blocks."""
     placement = Placement(recipe.replicas, tuple(range(start, end) for start, end in blocks))
-    engine = Processes(recipe, open_framework(recipe), placement, RunState(), Deadline())
+    records = Records(RunOptions(), progress := Progress(), Seen(progress))
+    engine = Processes(recipe, open_framework(recipe), placement, records, Deadline())
     try:
         for _ in range(recipe.plan.steps):
             engine.advance(None, recipe.plan.steps)
@@ -363,7 +364,7 @@ def placed(recipe, blocks):
         digest = engine.export(copy=True).digest
     finally:
         engine.close()
-    return answer(digest, engine.run_state.loss_history, [(recipe.plan.steps, value, "metric")])
+    return answer(digest, engine.progress.loss_history, [(recipe.plan.steps, value, "metric")])
 
 
 @pytest.mark.parametrize("placement", sample("placements", PLACEMENTS, 2))

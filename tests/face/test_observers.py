@@ -10,7 +10,7 @@ import phalanx
 from phalanx.run.loop import Loop
 from phalanx.run.observers import watching
 from phalanx.seams import Observer
-from phalanx.seams.records import RunState
+from phalanx.seams.records import Progress, RunOptions, Seen
 from phalanx.surroundings.turns import Turns
 
 STEPS, PER_EPOCH = 10, 4
@@ -21,14 +21,15 @@ class Engine:
     """Does nothing but count steps; notes how far it may run ahead, and fails where it is told to."""
 
     def __init__(self):
-        self.run_state = RunState()
+        self.options, self.progress = RunOptions(), Progress()
+        self.seen = Seen(self.progress)
         self.horizons, self.closed = [], False
         self.error = None
 
     def advance(self, batch, horizon):
         self.horizons.append(horizon)
-        step = len(self.run_state.loss_history)
-        self.run_state.add(0.5, 1)
+        step = len(self.progress.loss_history)
+        self.progress.add(0.5, 1)
         return phalanx.StepReport(step, None if batch else step // PER_EPOCH, 0.5, 1.0, 0.1, 1, 0.01)
 
     def evaluate(self, metrics, data, batch_size, weights=None):
@@ -101,7 +102,7 @@ def test_all_are_told_of_everything_in_one_order():
     seen = []
     loop, engine = loop_of(Witness("a", seen), Witness("b", seen))
     loop.advance(None, watched=True)
-    engine.run_state.incidents.append(phalanx.Incident(1.0, "death", 0, 1))
+    engine.progress.incidents.append(phalanx.Incident(1.0, "death", 0, 1))
     loop.advance(None, watched=True)
     loop.advance(None, watched=True)
     loop.end()
@@ -118,18 +119,18 @@ def test_a_step_is_seen_when_its_evaluation_has_succeeded():
     for _ in range(PER_EPOCH):
         advance()
     assert seen[-1] == ("shows", 3, 0.75)
-    assert [(kept.steps, kept.value, kept.name) for kept in engine.run_state.evaluated] == [(4, 0.75, "max")]
+    assert [(kept.steps, kept.value, kept.name) for kept in engine.seen.evaluated] == [(4, 0.75, "max")]
     engine.error = phalanx.WorkerError("metric")
     for _ in range(PER_EPOCH - 1):
         advance()
     for ask in (advance, loop.complete, advance):
         with pytest.raises(phalanx.WorkerError, match="metric"):
             ask()
-        assert (seen[-1], engine.run_state.complete) == (("shows", 6, None), False)
+        assert (seen[-1], engine.seen.complete) == (("shows", 6, None), False)
     engine.error = None
     advance()
     assert seen[-2:] == [("shows", 7, 0.75), ("shows", 8, None)]
-    assert [kept.steps for kept in engine.run_state.evaluated] == [4, 8]
+    assert [kept.steps for kept in engine.seen.evaluated] == [4, 8]
 
 
 @pytest.mark.parametrize("asked", ["advance", "complete", "end"])
@@ -149,12 +150,12 @@ def test_an_observer_that_raised_had_its_call(asked):
     with pytest.raises(OSError, match="no server"):
         ask["advance"]()
     assert seen[-2:] == [("a", 1, None), ("b", 1, None)]
-    assert not engine.run_state.complete
+    assert not engine.seen.complete
     del seen[:]
     ask[asked]()
     assert seen[0] == ("c", 1, None)
     assert [step for step in seen if step[1] == 1] == [("c", 1, None)]
-    assert engine.run_state.complete
+    assert engine.seen.complete
 
 
 def test_a_step_in_the_middle_of_a_step_is_refused():

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx.run import observers
-from phalanx.seams.records import RunState, StepReport
+from phalanx.seams.records import Progress, StepReport
 
 SAMPLES, BATCH, PER_EPOCH, STEPS = 22, 8, 3, 7
 X = np.random.default_rng(0).standard_normal((SAMPLES, 3)).astype(np.float32)
@@ -628,7 +628,7 @@ def test_progress_is_a_line_a_minute_where_epochs_are_long(capsys, monkeypatch):
     monkeypatch.setattr(observers.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(observers, "say", print)
     lines = observers.ProgressLines(recipe(data=None, steps=None))
-    lines.begin(types.SimpleNamespace(run_state=RunState()), types.SimpleNamespace(run_dir=None))
+    lines.begin(types.SimpleNamespace(progress=Progress()), types.SimpleNamespace(run_dir=None))
     for step in range(5):
         lines.step(StepReport(step, None, float(step), 0.0, 0.0, 32, 1.0))
     lines.end()

@@ -41,6 +41,36 @@ def test_methods_are_counted():
     assert protocols(ast.parse(source)) == {"A": 2}
 
 
+WRITERS = {"progress": "phalanx.engines", "seen": "phalanx.run"}  # of the records of a run; options are frozen
+
+
+def assigned(tree: ast.AST) -> list[tuple[str, str]]:
+    """The records of a run whose fields, or parts of which, are assigned or deleted, and what that is."""
+    found: list[tuple[str, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            names = [name.lstrip("_") for name in ast.unparse(node).partition("[")[0].split(".")]
+            found += [(name, ast.unparse(node)) for name in names[:-1] if name in WRITERS]
+    return found
+
+
+def test_each_record_of_a_run_has_one_writer():
+    """Progress is assigned by engines alone, and what was seen by the run alone."""
+    wrong = [
+        (module, what)
+        for module, path in reading.modules().items()
+        for record, what in assigned(reading.parsed(path))
+        if not reading.is_within(module, WRITERS[record])
+    ]
+    assert not wrong
+
+
+def test_assignments_to_records_are_found():
+    """Fields that are assigned, added to or deleted count, and so do parts of them; what is read does not."""
+    source = "a._seen.observed = 1\nb.progress.samples += 1\ndel progress.loss_history[1:]\nx = options.allow\n"
+    assert [record for record, _ in assigned(ast.parse(source))] == ["seen", "progress", "progress"]
+
+
 def undocumented(trees: list[ast.Module]) -> list[str]:
     """Public methods that have no docstring, neither here nor in a base class or a protocol that their class names."""
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]

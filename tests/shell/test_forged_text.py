@@ -17,7 +17,7 @@ from phalanx.lab import pages
 from phalanx.lab.sweeps import rows_of
 from phalanx.run import plots
 from phalanx.run.observers import ProgressBar
-from phalanx.seams.records import Evaluated, RunState, StepReport
+from phalanx.seams.records import Evaluated, Progress, Seen, StepReport
 from phalanx.surroundings.presence import printable, say
 from tests.callbacks.jobs import evaluation, recipe
 from tests.shell.test_command_line import phalanx_command
@@ -218,8 +218,8 @@ def test_a_reader_has_types(runs):
 def test_a_bar_has_no_escapes(capsys):
     """The name of a metric beside a progress bar is spelled, too."""
     bar = ProgressBar(1, 0.0)
-    state = RunState(evaluated=[Evaluated(1, 0.5, "\x1b[2Jacc")])
-    bar.begin(SimpleNamespace(run_state=state, workers=1), SimpleNamespace(run_dir=None))
+    seen = Seen(Progress(), evaluated=[Evaluated(1, 0.5, "\x1b[2Jacc")])
+    bar.begin(SimpleNamespace(progress=seen.progress, seen=seen, workers=1), SimpleNamespace(run_dir=None))
     bar.step(StepReport(step=0, loss=1.0, grad_norm=0.0, lr=0.1, seconds=1.0, epoch=0, samples=1))
     shown = capsys.readouterr().err
     assert "\x1b[2J" not in shown

@@ -25,7 +25,7 @@ from phalanx.plan.membership import quorum
 from phalanx.plan.rounds import Rounds
 from phalanx.run.loop import Loop
 from phalanx.seams import Observer
-from phalanx.seams.records import RunState
+from phalanx.seams.records import Progress, RunOptions, Seen
 from phalanx.surroundings import interrupts
 from tests.simulation.net import Group, Net, Process, Store, address_of
 from tests.simulation.replacing import replaced
@@ -157,7 +157,8 @@ class Simulation(Observer):
             run.world = world.World(SECONDS, LOST_AFTER)
             with contextlib.ExitStack() as undo:
                 undo.push(run.world.failed)
-                run.engine = driver.open_distributed(self.definition, None, (), (0,), run.world, lambda _: RunState())
+                facts = self.definition, None, (), (0,), run.world, lambda _: Seen(Progress()), RunOptions()
+                run.engine = driver.open_distributed(*facts)
                 undo.pop_all()
             run.begun = self.schedule.now
             self.steps_of(process, run)
@@ -173,10 +174,10 @@ class Simulation(Observer):
         loop = Loop(self.definition, run.engine, (EVALUATION,), (self,))
         try:
             loop.complete()  # who joins may have a step to complete
-            while not loop.finished and not run.engine.run_state.leaving:
+            while not loop.finished and not run.engine.seen.leaving:
                 loop.advance(None, watched=False)
                 if process in self.leaving and run.engine.pause():
-                    run.engine.run_state.leaving = "SIGTERM came"
+                    run.engine.seen.leaving = "SIGTERM came"
         finally:
             with interrupts.held():
                 loop.end()

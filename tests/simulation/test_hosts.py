@@ -261,7 +261,7 @@ def twice(monkeypatch):
     advanced = Distributed._advanced
 
     def again(self, step, batch, horizon):
-        kept, unseen = vars(self).setdefault("kept", set()), self.run_state.unseen
+        kept, unseen = vars(self).setdefault("kept", set()), self.progress.unseen
         if unseen and unseen[0].step not in kept:
             kept.add(unseen[0].step)
             return unseen[0]

@@ -45,7 +45,7 @@ def sequence(steps):
 class Framework:
     """The caller's model is one integer."""
 
-    environment, sharing, name = contextlib.nullcontext(), SimpleNamespace(devices=()), "integers"
+    environment, sharing, name = contextlib.nullcontext(), SimpleNamespace(devices=(), averages=None), "integers"
 
     def __init__(self):
         self.state = 1
@@ -63,8 +63,8 @@ class Machine:
     environment = reading = contextlib.nullcontext()
     simulation = None  # the one that is running
 
-    def __init__(self, definition, framework, placement, run_state, deadline, rendezvous, readers, alarm):
-        self.run_state, self.workers, self.ended, self.closed, self.lost = run_state, 1, "", False, False
+    def __init__(self, definition, framework, placement, records, deadline, rendezvous, readers, alarm):
+        self.progress, self.workers, self.ended, self.closed, self.lost = records.progress, 1, "", False, False
         self._framework, self._rendezvous, self._alarm = framework, rendezvous, alarm
         self._state, self._done, self._horizon, self._losses = framework.state, self._steps, 0, {}
         self._resting = self._tearing = False  # the worker has nothing to do; it makes an update
@@ -81,7 +81,7 @@ class Machine:
 
     @property
     def _steps(self):
-        return len(self.run_state.loss_history)
+        return len(self.progress.loss_history)
 
     def _work(self):
         place = self._rendezvous
@@ -157,7 +157,7 @@ class Machine:
         if not self.lost:
             self._framework.state = self._state
         while self._done > self._steps:
-            self.run_state.unseen.append(self._absorbed())
+            self.progress.unseen.append(self._absorbed())
 
     def check_able(self):
         if self.ended:
@@ -178,5 +178,5 @@ class Machine:
 
     def _absorbed(self):
         step, loss = self._steps, self._losses[self._steps]
-        self.run_state.add(loss, REPLICAS)
+        self.progress.add(loss, REPLICAS)
         return StepReport(step, 0, loss, 0.0, 0.0, REPLICAS, COMPUTE, losses={})

@@ -33,7 +33,7 @@ def check_told(simulation, process, run):
     if run.engine is None:
         return
     check_evaluated(simulation, run, process)
-    history = run.engine.run_state.loss_history
+    history = run.engine.progress.loss_history
     assert history == states[1 : len(history) + 1], f"{process} has other losses: {history}"
     if run.end is not None and not run.engine.engine.lost:
         assert run.framework.state == states[len(history)], f"{process} has another state after {len(history)} steps"
@@ -43,7 +43,7 @@ def check_evaluated(simulation, run, process):
     """Each evaluation that is due is told once, in order, and is of the state that it is said to be of."""
     due = [step for step in range(1, simulation.steps + 1) if step % WATCHED == 0 or step == simulation.steps]
     expected = [(step, simulation.states[step], "state") for step in due]
-    found = [dataclasses.astuple(each) for each in run.engine.run_state.evaluated]
+    found = [dataclasses.astuple(each) for each in run.engine.seen.evaluated]
     assert found == expected[: len(found)], f"{process} evaluated {found}"
     first = len(found) - len(run.evaluated) if run.world.joins else 0
     assert run.evaluated == [value for _, value, _ in found[first:]], f"{process} was told of {run.evaluated}"

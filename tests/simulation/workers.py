@@ -23,7 +23,7 @@ from phalanx.errors import RunError, WorkerError
 from phalanx.plan.fold import place
 from phalanx.plan.lifecycle import OWN
 from phalanx.plan.rounds import Rounds
-from phalanx.seams.records import RunState
+from phalanx.seams.records import Progress, Records, RunOptions, Seen
 from phalanx.shared import counters, layout, state
 from tests.simulation.machine import Dealer, Machine, sequence
 from tests.simulation.memory import Memory, Words, frombuffer, pack, unpack, viewed
@@ -140,9 +140,10 @@ class Host:
             on_nonfinite="stop", source=None, epoch_of=lambda step: 0,
             plan=SimpleNamespace(shares=lambda _: [numpy.array([each]) for each in range(self.replicas)]),
         )  # fmt: skip
-        self.framework, self.run_state = Machine(self), RunState(max_failures=self.most, allow=None)
+        self.framework, self.progress = Machine(self), Progress()
+        records = Records(RunOptions(max_failures=self.most, allow=None), self.progress, Seen(self.progress))
         placed, deadline = place(self.replicas, self.count), Deadline(DEADLINE)
-        engine = driver.Processes(self.definition, self.framework, placed, self.run_state, deadline)
+        engine = driver.Processes(self.definition, self.framework, placed, records, deadline)
         states, reports = sequence(self.replicas, self.steps)
         try:
             self._do_steps(engine, states, reports)
@@ -155,13 +156,13 @@ class Host:
         if engine.lost:
             assert self._may_be_lost, engine.ended
         else:
-            check_state(self.framework.state, states[len(self.run_state.loss_history)])
+            check_state(self.framework.state, states[len(self.progress.loss_history)])
         late = POLL + self.frozen * (3 * DEADLINE)
         assert self.schedule.now < late, f"somebody was not woken: it took {self.schedule.now} s"
         self.lost = engine.lost
 
     def _do_steps(self, engine, states, reports):
-        unseen = self.run_state.unseen
+        unseen = self.progress.unseen
         for told in range(self.steps if self.leaves is None else self.leaves):
             ahead = min([step for step in self.brought if step > told], default=self.steps)
             batch = told if told in self.brought else None
@@ -170,7 +171,7 @@ class Host:
                 self._release(states)
             if told in self.captures:
                 captured = engine.capture()
-                self.held = len(self.run_state.loss_history), captured
+                self.held = len(self.progress.loss_history), captured
 
     @property
     def _may_be_lost(self):
@@ -181,7 +182,7 @@ class Host:
     def _check_error(self, error):
         """The run may end by what a replica raised, or where the table of recovery says so."""
         if isinstance(error, WorkerError):
-            assert (error.step, error.replica) == self.raises == (len(self.run_state.loss_history), error.replica)
+            assert (error.step, error.replica) == self.raises == (len(self.progress.loss_history), error.replica)
         else:
             assert self._may_be_lost, error
 

@@ -46,7 +46,7 @@ def beside(tmp_path):
     def begun(at_the_end=lambda state: None, **options):
         with mock.patch.object(recipes, "_of_this_process", one_of_several):
             run = FAMILIES["mlp"].recipe(2, steps=STEPS).start(engine="inline", run_dir=tmp_path / "run", **options)
-        state, close = run._engine.run_state, run._engine.close
+        state, close = run._engine.progress, run._engine.close
 
         def closed():
             close()
@@ -83,7 +83,7 @@ def test_in_the_middle_callbacks_begin_too(beside, tmp_path):
     noted = Noted()
     with beside(callbacks=[noted]) as run:
         next(run)
-        run._engine.run_state.leads = True
+        run._engine.progress.leads = True
         run.finish()
     assert newest_step(tmp_path / "run") == STEPS
     assert noted.told == [("begin", 1), ("step", 1), ("step", 2), ("end",)]

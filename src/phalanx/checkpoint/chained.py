@@ -49,13 +49,22 @@ class Chained(Observer):
         Steps from one digest of the state to the next; None: so seldom that it costs next to nothing; 0: none.
     recipe : dict
         The recipe as it is described.
+    link : str, optional
+        The newest one of the run that this one goes on from.
+
+    Attributes
+    ----------
+    link : str or None
+        The newest one.
     """
 
-    def __init__(self, directory: RunDirectory, definition: Definition, every: int | None, recipe: Any) -> None:
+    def __init__(
+        self, directory: RunDirectory, definition: Definition, every: int | None, recipe: Any, link: Any = None
+    ) -> None:
         self._directory = directory
         self._definition = definition
         self._every = every
-        self._recipe = recipe
+        self._recipe, self.link = recipe, link
         self._chain: ChainFile | None = None
         self._brought = ""
         self._early: list[Training] = []  # what callbacks froze before the link that it follows was added
@@ -65,16 +74,16 @@ class Chained(Observer):
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Go on with the chain, or begin one; note recipe and environment, and the state as it is."""
         self._engine = engine
-        done = engine.run_state.steps
+        done = engine.progress.steps
         try:
             phases, rounds = self._definition.phases or (), self._definition.rounds
             pairs = len(rounds.every) * self._definition.replicas + len(phases) * 3
-            missed = missing(self._directory.root / CHAIN, engine.run_state.kept)
-            known = None if missed else engine.run_state.chain
+            missed = missing(self._directory.root / CHAIN, engine.seen.kept)
+            known = None if missed else self.link
             self._chain = ChainFile(self._directory.root / CHAIN, done - len(missed), pairs, known)
             for report in missed:
                 self._chain.add(fields_of(report, self._definition, ""))
-            if engine.run_state.resumed_from is None:  # else this run may be refused yet
+            if engine.progress.resumed_from is None:  # else this run may be refused yet
                 self._chain.cut()
         except OSError as error:
             where = str(self._directory.root / CHAIN)
@@ -85,7 +94,7 @@ class Chained(Observer):
         where, arguments = origin_of(self._definition)
         source = source_hash((where or "").rpartition(":")[0])
         self._chain.record("run", step=done, origin=where, arguments=arguments, source=source, **facts)
-        engine.run_state.chain = self._chain.root
+        self.link = self._chain.root
         self._note_early(self._chain)
         if self._every != 0:
             self._digest(self._chain, done)
@@ -97,12 +106,12 @@ class Chained(Observer):
     def retrained(self, change: Training) -> None:
         """Note it, so that steps can be computed again."""
         self._early.append(change)
-        if self._chain is not None and self._engine.run_state.complete:
+        if self._chain is not None and self._engine.seen.complete:
             self._note_early(self._chain)
 
     def _note_early(self, chain: ChainFile) -> None:
         for change in self._early:
-            chain.record(TRAINING, step=self._engine.run_state.steps, **change._asdict())
+            chain.record(TRAINING, step=self._engine.progress.steps, **change._asdict())
         self._early.clear()
 
     def horizon(self, steps: int) -> int:
@@ -114,11 +123,15 @@ class Chained(Observer):
         assert self._chain is not None, "no step comes before begin"
         self._directory.check_alone()
         brought, self._brought, self._added = self._brought, "", True
-        self._engine.run_state.chain = self._chain.add(fields_of(report, self._definition, brought))
+        self.link = self._chain.add(fields_of(report, self._definition, brought))
         self._note_early(self._chain)
         self._pacing.stepped(report.seconds)
         if self._pacing.due(report.step + 1):
             self._digest(self._chain, report.step + 1)
+
+    def left(self) -> dict[str, Any]:
+        """The newest link."""
+        return {"chain": self.link}
 
     def end(self) -> None:
         """Keep what a replica of the next step computes, for a run that goes on from here, and write no more."""
@@ -129,9 +142,9 @@ class Chained(Observer):
         self._chain.close()
 
     def _keep_next(self, link: str) -> None:
-        state = self._engine.run_state
+        state = self._engine.progress
         with contextlib.suppress(Exception):  # of user code, or the state is lost, or the disk is full
-            whole = state.complete and not state.between_phases and self._directory.has(state.steps)
+            whole = self._engine.seen.complete and not state.between_phases and self._directory.has(state.steps)
             if whole and (noted := self._engine.peek()):
                 text = json.dumps({"step": state.steps, "link": link, "replica": noted}).encode()
                 files.replace(self._directory.root / NEXT, lambda file: file.write(text))

@@ -21,7 +21,7 @@ from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.definition import checks
 from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError, safe_str
 from phalanx.seams import Engine, Observer
-from phalanx.seams.records import Incident, RunState, StepReport, Training
+from phalanx.seams.records import Incident, Progress, Seen, StepReport, Training
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
 MARK = "world-"  # how names begin by which hosts see that they share the directory, and who goes on
@@ -193,17 +193,17 @@ class EventLog(Observer):
         self._differs = differs
         self._total = total
         self._begun: dict[str, Any] | None = None  # how a resumed run begins, until its first event is noted
-        self._run_state = RunState()
+        self._seen = Seen(Progress())
 
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Note how the run begins."""
-        self._run_state = engine.run_state
-        facts = {"time": _now(), "step": self._run_state.steps, "workers": engine.workers, "pid": os.getpid()}
-        if engine.run_state.resumed_from is None and not self._run_state.steps:
+        self._seen = engine.seen
+        facts = {"time": _now(), "step": engine.progress.steps, "workers": engine.workers, "pid": os.getpid()}
+        if engine.progress.resumed_from is None and not facts["step"]:
             self._directory.note("start", **facts)
         else:
             self._begun = facts
-        for report in missing(self._directory.root / CHAIN, engine.run_state.kept):
+        for report in missing(self._directory.root / CHAIN, engine.seen.kept):
             self.step(report)
 
     def happened(self, incident: Incident) -> None:
@@ -223,7 +223,7 @@ class EventLog(Observer):
 
     def retrained(self, change: Training) -> None:
         """Note it."""
-        self._note("thaw" if change.trained else "freeze", step=self._run_state.steps, names=list(change.names))
+        self._note("thaw" if change.trained else "freeze", step=self._seen.progress.steps, names=list(change.names))
 
     def step(self, report: StepReport) -> None:
         """Note what the step was."""
@@ -237,7 +237,7 @@ class EventLog(Observer):
 
     def end(self) -> None:
         """Note that the run ended, and let go of the directory. A forked child does not hold it, and does neither."""
-        self._note("end", step=self._run_state.steps, total=self._total, stopped_by=self._run_state.stopped_by)
+        self._note("end", step=self._seen.progress.steps, total=self._total, stopped_by=self._seen.stopped_by)
         self._directory.close()
 
     def _note(self, kind: str, **facts: Any) -> None:

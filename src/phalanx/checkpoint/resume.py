@@ -20,7 +20,6 @@ from phalanx.checkpoint.saver import LINK, LOSSES, Saver
 from phalanx.checkpoint.snapshot import Snapshot
 from phalanx.checkpoint.tensors import states_in
 from phalanx.definition import checks
-from phalanx.definition.callback import said
 from phalanx.definition.described import by_class, compare, described, functions_of, made, options_of
 from phalanx.definition.evaluation import FUNCTIONS
 from phalanx.definition.fields import Definition
@@ -28,7 +27,7 @@ from phalanx.definition.plain import changes, taking_over
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment, tensor_of
 from phalanx.seams import Engine, Framework
-from phalanx.seams.records import Captured, Evaluated, RunState, StepReport, Tensor
+from phalanx.seams.records import Captured, Evaluated, Progress, Seen, StepReport, Tensor
 
 ANYWAY = "anyway"  # for resume: go on although the recipe differs
 LINK_OF = re.compile("[0-9a-f]{64}")
@@ -59,10 +58,6 @@ class ResumeState:
         run_dir, beside = options.run_dir, (*options.evaluation, *options.callbacks)
         self._recipe = described(definition) if run_dir is not None else {}
         self._recipe["beside"] = _spelled(beside)
-        decays = [(said(each).decay_of_workers, type(each).__name__) for each in beside]
-        averaging = [(decay, name) for decay, name in decays if decay is not None]
-        self._averaging = averaging[0] if len(averaging) == 1 else None
-        self._gradients = tuple(name for each in beside for name in said(each).gradients)
         self._differs: list[str] = []
         self._hints: list[str] = []
         self._behaviour: Behaviour | None = None
@@ -81,7 +76,7 @@ class ResumeState:
             self.close()
             raise
 
-    def begin(self, framework: Framework) -> RunState:
+    def begin(self, framework: Framework) -> Seen:
         """Give ``framework`` the state that was found; returns what had been done.
 
         Raises
@@ -98,17 +93,18 @@ class ResumeState:
         if self._weights is not None:
             with framework.environment:
                 framework.adopt(Captured(fitted(self._weights, framework.capture(copy=False)), {}, {}))
-        facts = {"gradients": self._gradients, "averaging": self._averaging, "made": self._recipe.get("made")}
+        made_here = self._recipe.get("made")
         if earlier is None:
-            return RunState(rounds=self._definition.rounds, **facts)
+            return Seen(Progress(rounds=self._definition.rounds, made=made_here))
         with taking_over("what was evaluated"):
             metrics = [Evaluated(steps, float(value), name) for steps, value, name in earlier.metrics]
-        facts |= {"resumed_from": earlier.step, "evaluated": metrics, "chain": link_of(earlier)}
-        return taken_over(framework, earlier, self._definition, **facts)
+        seen = taken_over(framework, earlier, self._definition, resumed_from=earlier.step, made=made_here)
+        seen.evaluated.extend(metrics)
+        return seen
 
     def take_over(self, engine: Engine) -> None:
         """Keep the directory from here on, in place of a process that fell."""
-        self._recipe["made"] = engine.run_state.made
+        self._recipe["made"] = engine.progress.made
 
     def check(self, engine: Engine) -> None:
         """Refuse a recipe whose next step differs from the earlier run's, as far as one replica of it shows.
@@ -119,7 +115,7 @@ class ResumeState:
             The directory is another recipe's.
         """
         known, self._behaviour = self._behaviour, None
-        if known is not None and engine.run_state.allow is False:
+        if known is not None and engine.options.allow is False:
             if known.link is not None:
                 self._behaviour = known
                 return
@@ -147,10 +143,12 @@ class ResumeState:
         """The observers that record the run, in their order; none without a directory."""
         if self._directory is None:
             return ()
-        log = EventLog(self._directory, self._differs, self._definition.total)
-        chained = Chained(self._directory, self._definition, self._options.chain, self._recipe)
-        stop = self._options.on_snapshot_error == "stop"
-        return log, chained, Saver(self._directory, self._options.snapshot_every, stop=stop, recipe=self._recipe)
+        directory, options = self._directory, self._options
+        link = link_of(self._earlier) if self._earlier else None
+        log = EventLog(directory, self._differs, self._definition.total)
+        chained = Chained(directory, self._definition, options.chain, self._recipe, link)
+        stop = options.on_snapshot_error == "stop"
+        return log, chained, Saver(directory, options.snapshot_every, chained, stop=stop, recipe=self._recipe)
 
     def close(self) -> None:
         """Let go of the directory, as there will be no run."""
@@ -314,13 +312,13 @@ def read_any(path: pathlib.Path) -> Snapshot:
     return earlier
 
 
-def taken_over(framework: Framework, earlier: Snapshot, definition: Definition, **facts: Any) -> RunState:
-    """Give ``framework`` the state of a snapshot; returns what had been done, with other ``facts`` of it."""
+def taken_over(framework: Framework, earlier: Snapshot, definition: Definition, **facts: Any) -> Seen:
+    """Give ``framework`` the state of a snapshot; returns what had been done, with other ``facts`` of its progress."""
     with taking_over("the state"), framework.environment:
         framework.adopt(Captured(dict(earlier.weights), dict(earlier.training), earlier.facts))
     states, rounds = states_in(earlier.facts, earlier.training), definition.rounds
     losses = losses_in(earlier, rounds.updates(earlier.step))
-    return RunState(losses, earlier.samples, callbacks=states, rounds=rounds, **facts)
+    return Seen(Progress(losses, earlier.samples, rounds, **facts), waiting=states)
 
 
 def link_of(earlier: Snapshot) -> str | None:

@@ -19,7 +19,7 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
 from phalanx.seams import NEVER, Engine, Observer
-from phalanx.seams.records import Captured, RunState, StepReport, Tensor, Training
+from phalanx.seams.records import Captured, Seen, StepReport, Tensor, Training
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import SLICE_SECONDS
 
@@ -97,10 +97,12 @@ class Saver(Observer):
         Its description, which goes into each snapshot.
     """
 
-    def __init__(self, directory: RunDirectory, every: int | None, *, stop: bool, recipe: dict[str, Any]) -> None:
+    def __init__(
+        self, directory: RunDirectory, every: int | None, chained: Observer, *, stop: bool, recipe: dict[str, Any]
+    ) -> None:
         self._directory = directory
         self._every = every
-        self._stop = stop
+        self._chained, self._stop = chained, stop
         self._recipe = recipe
         self._environment = recorded_environment()
         self._engine: Engine | None = None
@@ -123,13 +125,13 @@ class Saver(Observer):
             It could not be written, and that ends the run.
         """
         self._engine = engine
-        if engine.run_state.resumed_from is None:
+        if engine.progress.resumed_from is None:
             self.save()
             self.settle()
             return
-        self._saved = engine.run_state.resumed_from
-        if names := ", ".join(engine.run_state.callbacks):  # callbacks have begun before, and taken theirs
-            engine.run_state.callbacks.clear()
+        self._saved = engine.progress.resumed_from
+        if names := ", ".join(engine.seen.waiting):  # callbacks have begun before, and taken theirs
+            engine.seen.waiting.clear()
             checks.warn(
                 f"the snapshot of step {self._saved} has the state of {names}, which is in no callback of this run and "
                 f"so not in its snapshots either; to go on with it, pass callbacks=[{names}] again"
@@ -154,7 +156,7 @@ class Saver(Observer):
     def retrained(self, change: Training) -> None:
         """A snapshot of this step is another now: the end of the run saves it again."""
         if self._engine is not None:
-            self._saved = min(self._saved, self._engine.run_state.steps - 1)
+            self._saved = min(self._saved, self._engine.progress.steps - 1)
 
     def save(self) -> None:
         """Copy the state, and begin to write it; waits only for the snapshot before."""
@@ -163,7 +165,7 @@ class Saver(Observer):
         began = time.monotonic()
         captured = self._engine.capture()
         try:
-            state = snapshot_of(self._engine.run_state, captured, self._recipe, self._environment)
+            state = snapshot_of(self._engine.seen, captured, self._recipe, self._environment, **self._chained.left())
             thread = threading.Thread(target=self._write, args=(state, captured, began), name="phalanx-snapshot")
             thread.start()
         except BaseException:
@@ -227,8 +229,8 @@ class Saver(Observer):
     @property
     def _steps(self) -> int:
         """How many steps are done, to be compared with ``_saved``; 0 while one is incomplete, as that is not saved."""
-        state = None if self._engine is None else self._engine.run_state
-        return state.steps if state is not None and state.complete else 0
+        engine = self._engine
+        return engine.progress.steps if engine is not None and engine.seen.complete else 0
 
     def _is_due(self, steps: int) -> bool:
         busy = self._every is None and self._thread is not None and self._thread.is_alive()
@@ -259,24 +261,26 @@ class Saver(Observer):
 
 
 def snapshot_of(
-    run_state: RunState,
+    seen: Seen,
     captured: Captured,
     recipe: dict[str, Any],
     environment: dict[str, Any],
     digest: str | None = None,
+    chain: str | None = None,
 ) -> Snapshot:
-    """The snapshot of a state."""
-    history = array.array("d", run_state.loss_history)
-    callbacks, tensors = kept({**run_state.states(), **run_state.stream()})
-    more = {**({CALLBACKS: callbacks} if callbacks else {}), **({LINK: run_state.chain} if run_state.chain else {})}
+    """The snapshot of a state; ``chain``: the newest link, if there is one."""
+    progress = seen.progress
+    history = array.array("d", progress.loss_history)
+    callbacks, tensors = kept(seen.states())
+    more = {**({CALLBACKS: callbacks} if callbacks else {}), **({LINK: chain} if chain else {})}
     return Snapshot(
-        step=run_state.steps,
+        step=progress.steps,
         digest=digest,
         weights=captured.weights,
         training={**captured.training, **tensors, LOSSES: Tensor("float64", (len(history),), history)},
         facts={**captured.facts, **more},
-        samples=run_state.samples,
-        metrics=[[evaluated.steps, repr(evaluated.value), evaluated.name] for evaluated in run_state.evaluated],
+        samples=progress.samples,
+        metrics=[[evaluated.steps, repr(evaluated.value), evaluated.name] for evaluated in seen.evaluated],
         recipe=recipe,
         environment=environment,
     )
@@ -289,7 +293,7 @@ def holds(target: pathlib.Path, digest: str) -> bool:
     return False
 
 
-def write_apart(target: pathlib.Path, definition: Definition, engine: Engine, digest: str) -> None:
+def write_apart(target: pathlib.Path, definition: Definition, engine: Engine, digest: str, chain: str | None) -> None:
     """Write the present state as a snapshot in a folder of its own.
 
     Raises
@@ -299,16 +303,16 @@ def write_apart(target: pathlib.Path, definition: Definition, engine: Engine, di
     UsageError
         A step was begun, and is not done.
     """
-    if engine.run_state.between_phases:
+    if engine.progress.between_phases:
         raise UsageError(
-            f"step {engine.run_state.steps} was broken off between two of its phases, and snapshots are of whole "
+            f"step {engine.progress.steps} was broken off between two of its phases, and snapshots are of whole "
             "steps; do the rest of it first: run.step()"
         )
     recipe, environment = described(definition), recorded_environment()
     captured = engine.capture()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        snapshot.write(snapshot_of(engine.run_state, captured, recipe, environment, digest), target)
+        snapshot.write(snapshot_of(engine.seen, captured, recipe, environment, digest, chain), target)
     except OSError as error:
         raise SnapshotError(f"the snapshot could not be written to {str(target)!r}: {error}") from error
     finally:

@@ -403,8 +403,7 @@ class Supply:
 
 def supplied(
     definition: Definition,
-    run_state: Any,
-    surroundings: AbstractContextManager[Any],
+    engine: Any,
     shown: Shown = lambda numbers, _: numbers,
     *,
     anyway: bool = False,
@@ -414,17 +413,18 @@ def supplied(
     Parameters
     ----------
     definition : Definition
-    run_state : RunState
-    surroundings, shown, anyway
+    engine : Engine
+        The run's.
+    shown, anyway
         As ``Supply`` and its ``go_on`` take them.
     """
-    supply = Supply(definition, surroundings)
-    state = run_state.callbacks.pop(STATE, None)
-    if state is not None or (run_state.resumed_from is not None and not anyway):
+    progress, seen, supply = engine.progress, engine.seen, Supply(definition, engine.reading)
+    state = seen.take(STATE)
+    if state is not None or (progress.resumed_from is not None and not anyway):
         dealt = supply.go_on(state or {}, shown, anyway=anyway)
-        if dealt > run_state.samples and not definition.drop_last:  # drop_last leaves some out
-            raise SnapshotError(f"{STATE} in the snapshot has dealt {dealt} samples, of {run_state.samples}")
-    run_state.stream = lambda: {STATE: supply.state(run_state.steps)}
+        if dealt > progress.samples and not definition.drop_last:  # drop_last leaves some out
+            raise SnapshotError(f"{STATE} in the snapshot has dealt {dealt} samples, of {progress.samples}")
+    seen.keep(STATE, lambda: supply.state(progress.steps))
     return supply
 
 

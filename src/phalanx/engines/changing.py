@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from phalanx.seams import Engine
-from phalanx.seams.records import RunState
+from phalanx.seams.records import Records
 
 E = TypeVar("E", bound=Engine)
 
@@ -20,8 +20,8 @@ class Changing(Generic[E]):
 
     Parameters
     ----------
-    run_state : RunState
-        All engines count their steps in it.
+    records : Records
+        All engines count their steps there.
     opened : callable
         Opens the first engine.
 
@@ -31,8 +31,8 @@ class Changing(Generic[E]):
         The current one.
     """
 
-    def __init__(self, run_state: RunState, opened: Callable[[], E]) -> None:
-        self.run_state = run_state
+    def __init__(self, records: Records, opened: Callable[[], E]) -> None:
+        self.options, self.progress, self.seen = self._records = records
         self.engine, self._opened = opened(), opened
         self.workers = self.engine.workers
         # The engine may change inside these contexts, so all engines must have the same ones: the framework's.

@@ -19,7 +19,7 @@ from phalanx.engines.gradients import Gradients, named
 from phalanx.engines.twice import Twice
 from phalanx.errors import PhalanxError, RunError, WorkerError, safe_str
 from phalanx.seams import Framework
-from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
+from phalanx.seams.records import Captured, Exported, Records, StepReport, Training, Weights
 from phalanx.shared.memory import RUNS
 from phalanx.step import Proposal, commit, following
 from phalanx.surroundings import interrupts
@@ -33,8 +33,8 @@ class Inline:
     definition : Definition
     framework : Framework
         Holds the state.
-    run_state : RunState
-        The steps that were done before, in another engine.
+    records : Records
+        With the steps that were done before, in another engine.
     ahead : Readers, optional
         Readers in other processes, from which shares come; closed with the engine.
 
@@ -45,16 +45,17 @@ class Inline:
     """
 
     workers = 1
+    averaged = None
     worker_pids: tuple[int, ...] = ()
 
     def __init__(
         self,
         definition: Definition,
         framework: Framework,
-        run_state: RunState,
+        records: Records,
         ahead: Any = None,
     ) -> None:
-        self.run_state = run_state
+        self.options, self.progress, self.seen = records
         self._definition = definition
         self._framework = framework
         self._lanes = framework.lanes
@@ -64,9 +65,9 @@ class Inline:
         self._torn = False
         self.ended = ""
         self.closed = False
-        self._twice = Twice(definition, framework, allow=self.run_state.allow, audit=self.run_state.audit)
-        self._twice.begin(len(self.run_state.loss_history))
-        self._gradients = Gradients(framework, names) if (names := self.run_state.gradients) else None
+        self._twice = Twice(definition, framework, allow=self.options.allow, audit=self.options.audit)
+        self._twice.begin(len(self.progress.loss_history))
+        self._gradients = Gradients(framework, names) if (names := self.options.gradients) else None
         RUNS.begin()
         self._memory = weakref.finalize(self, RUNS.end)
         self.environment = self.reading = framework.environment
@@ -78,7 +79,7 @@ class Inline:
         """
         self.check_able()
         started = time.perf_counter()
-        t, lr = len(self.run_state.loss_history), self._framework.lr
+        t, lr = len(self.progress.loss_history), self._framework.lr
         with self.environment:
             shares = self._dealer.planned(t) if batch is None else self._dealer.brought(batch)
             if batch is None:
@@ -92,7 +93,7 @@ class Inline:
             self._commit(t, proposal, samples)
         epoch = self._definition.epoch_of(t) if batch is None else None
         ended = time.perf_counter()
-        self.run_state.time(started, ended)
+        self.progress.time(started, ended)
         parts, losses, seconds = tuple(proposal.parts), proposal.named, ended - started
         report = StepReport(t, epoch, proposal.loss, proposal.norm, lr, samples, seconds, parts=parts, losses=losses)
         return report._replace(gradients=named(self._gradients.latest)) if self._gradients else report
@@ -112,7 +113,7 @@ class Inline:
         if self._torn:
             self.check_able()
         with self.environment:
-            return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
+            return self._framework.export(self.progress.steps, copy=copy, digest=digest)
 
     def eval_point(self) -> Weights | None:
         with self.environment:
@@ -125,7 +126,7 @@ class Inline:
 
     def peek(self) -> dict[str, Any] | None:
         self.check_able()
-        return self._twice.peek(len(self.run_state.loss_history))
+        return self._twice.peek(len(self.progress.loss_history))
 
     def capture(self) -> Captured:
         if self._torn:
@@ -145,7 +146,7 @@ class Inline:
         during = "the optimizer, so the weights are not those of any step"
         try:
             commit(self._framework, self._link, t, proposal)
-            self.run_state.add(proposal.loss, samples)
+            self.progress.add(proposal.loss, samples, self.options.audit)
             self._torn = False
             during = "the scheduler; the step itself was done"
             self._framework.schedule(proposal.loss)

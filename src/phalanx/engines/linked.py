@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.engines.devices.exchanged import Exchanged
@@ -16,9 +16,7 @@ from phalanx.engines.processes.board import Shared, Station
 from phalanx.shared.memory import Memory
 
 
-def linked(
-    station: Station, meeting: Memory, setup: Mapping[str, Any], average: Callable[[int], None] | None = None
-) -> Link:
+def linked(station: Station, meeting: Memory, setup: Mapping[str, Any]) -> Link:
     """The link of a worker.
 
     Parameters
@@ -29,8 +27,6 @@ def linked(
     setup : mapping
         What all workers were told: ``hosts``, the rendezvous of several; ``devices``, by name; ``seconds``, how long to
         wait for another worker.
-    average : callable, optional
-        Called with the number of each update that was done; of workers with devices.
     """
     hosts, placement, worker = setup["hosts"], station.placement, station.worker
     board, beyond = Shared(station), None
@@ -45,4 +41,4 @@ def linked(
     if hosts is not None:
         blocks, rank, machines = hosts.blocks, hosts.rank, hosts.hosts
         meet = functools.partial(reached, hosts, device)
-    return Link(station.hosted, board, Exchanged(station, board, device, blocks, rank, meet, machines, average))
+    return Link(station.hosted, board, Exchanged(station, board, device, blocks, rank, meet, machines))

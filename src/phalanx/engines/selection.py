@@ -26,11 +26,9 @@ from phalanx.engines.readers import ahead_here
 from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.registry import as_factory, open_framework
-from phalanx.plan.audit import Audit
 from phalanx.plan.fold import Placement, place
-from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Engine, Framework
-from phalanx.seams.records import RunState, StepReport
+from phalanx.seams.records import Progress, Records, RunOptions, Seen, StepReport
 from phalanx.surroundings.groups import processors, usable_cores
 from phalanx.surroundings.interrupts import of_handler
 from phalanx.surroundings.presence import several
@@ -46,11 +44,9 @@ def open_engine(
     workers: int | None,
     devices: Sequence[str],
     deadline_seconds: float | None,
-    begin: Callable[[Framework], RunState],
+    begin: Callable[[Framework], Seen],
+    options: RunOptions,
     *,
-    allow: bool | None = False,
-    audit: Audit | None = None,
-    max_failures: int = MOST,
     readers: int | None = 0,
     functions: Sequence[Any] = (),
     world: Any = None,
@@ -58,8 +54,6 @@ def open_engine(
 ) -> Engine:
     """The engine that was asked for; "auto" without a number of workers measures.
 
-    ``allow``: accelerators may use operations without a deterministic kernel, and what is computed twice may differ.
-    None: neither is allowed, and nothing is computed twice.
     ``readers``: their number. None: one for each worker, as far as cores are free.
     ``functions``: what workers will call beside the recipe's own; their packages are imported ahead.
     ``world``: the processes of a torch.distributed world, as ``entered`` returns it; ``min_hosts``: with how many of
@@ -69,8 +63,8 @@ def open_engine(
     if world is not None:
         from phalanx.engines.hosts.driver import open_distributed  # loads what speaks to networks
 
-        facts = definition, workers, devices, processors()[: usable_cores()], world, begin
-        return cast("Engine", open_distributed(*facts, allow=bool(allow), readers=readers, least=min_hosts))
+        facts = definition, workers, devices, processors()[: usable_cores()], world, begin, options
+        return cast("Engine", open_distributed(*facts, readers=readers, least=min_hosts))
 
     replicas = definition.replicas
     count = workers or min(replicas, usable_cores())
@@ -79,17 +73,17 @@ def open_engine(
     if spawns:
         WARM.prepare(definition, functions)  # first: it imports while the model is made here
     apart = engine == "processes" or (workers or 1) > 1
-    framework = open_framework(definition, devices, allow=bool(allow), apart=apart)
-    run_state = begin(framework)
-    run_state.audit, run_state.allow, run_state.max_failures = audit, allow, max_failures
+    framework = open_framework(definition, devices, allow=bool(options.allow), apart=apart)
+    seen = begin(framework)
+    records = Records(options, seen.progress, seen)
     if (named := framework.sharing.devices) or spawns:
         placement = _on_devices(definition, functions, named, engine, workers) if named else place(replicas, count)
-        facts = definition, framework, placement, run_state, Deadline(deadline_seconds)
+        facts = definition, framework, placement, records, Deadline(deadline_seconds)
         return Processes(*facts, readers=beside(readers, placement.workers, usable_cores()))
     if engine == "inline" or here:
         ahead = ahead_here(definition, framework, readers) if readers else None
-        return Inline(definition, framework, run_state, ahead=ahead)
-    return cast("Engine", Auto(definition, framework, run_state, count, Deadline(deadline_seconds), readers, functions))
+        return Inline(definition, framework, records, ahead=ahead)
+    return cast("Engine", Auto(definition, framework, records, count, Deadline(deadline_seconds), readers, functions))
 
 
 def _on_devices(
@@ -112,23 +106,21 @@ def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definitio
     training = ("data", "steps", "epochs", "scheduler", "schedule_every", "schedule_on", "phases", *SAMPLING)
     left_out: dict[str, Any] = dict.fromkeys(training)
     recipe = dataclasses.replace(definition, **left_out, modes="as_made", make_model=as_factory(model))
-    engine = open_engine(recipe, "inline", 1, (), None, lambda _: RunState(allow=None))
+    engine = open_engine(recipe, "inline", 1, (), None, lambda _: Seen(Progress()), RunOptions(allow=None))
     try:
         yield recipe, engine
     finally:
         engine.close()
 
 
-def entered(
-    engine: str, seconds: float | None, lost_after: float, audit: Audit | None, undo: contextlib.ExitStack
-) -> Any:
+def entered(engine: str, seconds: float | None, lost_after: float, audit: Any, undo: contextlib.ExitStack) -> Any:
     """All processes of the torch.distributed world, if this engine means them; else None.
 
     ``undo``: an error before the run begins is told to the others when this is left.
     """
     if engine != "distributed" and not (engine == "auto" and several()):
         return None
-    if audit is not None:
+    if audit:
         raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
     from phalanx.engines.hosts.world import World  # loads what speaks to networks
 
@@ -144,8 +136,8 @@ class Auto(Changing[Engine]):
     ----------
     definition : Definition
     framework : Framework
-    run_state : RunState
-        The steps that were done before.
+    records : Records
+        With the steps that were done before.
     workers : int
         How many workers to move to, at least 2.
     deadline : Deadline
@@ -159,7 +151,7 @@ class Auto(Changing[Engine]):
         self,
         definition: Definition,
         framework: Framework,
-        run_state: RunState,
+        records: Records,
         workers: int,
         deadline: Deadline,
         readers: int | None = 0,
@@ -170,7 +162,7 @@ class Auto(Changing[Engine]):
         self._most = workers
         self._deadline = deadline
         self._readers = readers
-        super().__init__(run_state, self._in_this_process)
+        super().__init__(records, self._in_this_process)
         self._seconds: deque[float] = deque(maxlen=TRIAL)  # of a step, without what is between steps
         self._ends: deque[float] = deque(maxlen=TRIAL + 1)  # when steps were done
         self._left = WARM_UP + TRIAL  # steps until workers are judged
@@ -184,9 +176,9 @@ class Auto(Changing[Engine]):
         if self._consider is not None:
             self._consider()
         report = self.engine.advance(batch, horizon)
-        if self._consider is not None and self.run_state.span is not None:
+        if self._consider is not None and self.progress.span is not None:
             self._seconds.append(report.seconds)
-            self._ends.append(self.run_state.span[1])
+            self._ends.append(self.progress.span[1])
         return report
 
     def _think_of_starting(self) -> None:
@@ -233,16 +225,16 @@ class Auto(Changing[Engine]):
 
     def _in_this_process(self) -> Inline:
         facts = self._definition, self._framework
-        return Inline(*facts, self.run_state, ahead=ahead_here(*facts, self._readers) if self._readers else None)
+        return Inline(*facts, self._records, ahead=ahead_here(*facts, self._readers) if self._readers else None)
 
     def _in_workers(self) -> Processes:
         placement = place(self._definition.replicas, self._most)
-        facts = self._definition, self._framework, placement, self.run_state, self._deadline
+        facts = self._definition, self._framework, placement, self._records, self._deadline
         return Processes(*facts, readers=beside(self._readers, self._most, usable_cores()))
 
     def _gain(self) -> float:
         """Seconds that workers might save in the remaining steps, if all computed at once without other costs."""
-        done = len(self.run_state.loss_history)
+        done = len(self.progress.loss_history)
         if len(self._ends) < WARM_UP:
             return -math.inf
         updates = self._definition.updates

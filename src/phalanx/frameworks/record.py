@@ -205,7 +205,7 @@ class Unshared:
     portable = False
     moving_seconds = 0.0
     devices = ()
-    averaging = averages = listen = None
+    averages = keep_average = listen = None
 
     def __init__(self, why: str) -> None:
         self._why = why

@@ -27,7 +27,7 @@ from phalanx.plan.audit import joined
 from phalanx.run.loop import merged
 from phalanx.run.observers import shown
 from phalanx.seams import Framework
-from phalanx.seams.records import Captured, Computed, Exported, RunState, StepReport, Watch
+from phalanx.seams.records import Captured, Computed, Exported, Progress, RunOptions, Seen, StepReport, Watch
 from phalanx.step import compute, propose, todo
 from phalanx.surroundings.presence import outside
 
@@ -74,13 +74,12 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         self._batch, self._losses, self._changes = batch, losses, retrained_in(folder)
         self._opened: list[Framework] = []
         where = "inline" if workers == 1 else "processes", workers, devices, None
-        self._engine = open_engine(definition, *where, self._beginning(begin), allow=None)
+        self._engine = open_engine(definition, *where, self._beginning(begin), RunOptions(allow=None))
         (self._framework,) = self._opened
         self._dealer = BatchShares(definition, self._framework.opened)
         self._supply = None
         if batch is None and definition.stream is not None:
-            done, reading = self._engine.run_state, self._engine.reading
-            self._supply = supplied(definition, done, reading)
+            self._supply = supplied(definition, self._engine)
         self.brought = ""  # a hash of what a stream gave for the step that was done last
         self._retrain()
 
@@ -92,12 +91,12 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
     @property
     def step(self) -> int:
         """The next step, or the one of which some phases are done."""
-        return self._engine.run_state.steps
+        return self._engine.progress.steps
 
     @property
     def update(self) -> int:
         """The next update; the same number as the step, where steps have no phases."""
-        return len(self._engine.run_state.loss_history)
+        return len(self._engine.progress.loss_history)
 
     @property
     def phase(self) -> str:
@@ -122,7 +121,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         horizon = min([max(horizon, self.step + 1), *(step for step in self._changes if step > self.step)])
         ahead = self.definition.rounds.updates(horizon) if whole else self.update + 1
         reports = [self._updated(ahead)]
-        while whole and self._engine.run_state.between_phases:
+        while whole and self._engine.progress.between_phases:
             reports.append(self._updated(ahead))
         return merged(reports, self.definition) if whole else reports[0]
 
@@ -136,7 +135,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
 
     def _retrain(self) -> None:
         """Freeze and thaw what the run did before this step; a snapshot may have it already, and repeating is safe."""
-        for change in () if self._engine.run_state.between_phases else self._changes.get(self.step, ()):
+        for change in () if self._engine.progress.between_phases else self._changes.get(self.step, ()):
             self._engine.schedule(change, 0)
 
     def go_to(self, step: int, phase: str | None = None, *, progress: bool | str = "auto") -> None:
@@ -225,14 +224,13 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         """Take back a state that was captured before ``update``; only where steps are computed in this process."""
         with self._framework.environment:
             self._framework.adopt(state)
-        history = self._engine.run_state.loss_history
-        del history[update:]
+        self._engine.progress.go_back(update)
 
-    def _beginning(self, begin: Snapshot | None) -> Callable[[Framework], RunState]:
-        def adopted(framework: Framework) -> RunState:
+    def _beginning(self, begin: Snapshot | None) -> Callable[[Framework], Seen]:
+        def adopted(framework: Framework) -> Seen:
             self._opened.append(framework)
             if begin is None:
-                return RunState(list(self._losses), rounds=self.definition.rounds)
+                return Seen(Progress(list(self._losses), rounds=self.definition.rounds))
             return taken_over(framework, begin, self.definition)
 
         return adopted

@@ -90,13 +90,14 @@ class Loop:
         self._completing = False
         self._due: Again | None = None  # the task that is under way, of those that complete a step
         self._after: Iterator[Callable[[], object] | Again] = iter(())  # the tasks that follow it
-        engine.run_state.observed = len(engine.run_state.loss_history) - len(engine.run_state.unseen)
+        self._progress, self._seen = engine.progress, engine.seen
+        self._seen.observed = len(self._progress.loss_history) - len(self._progress.unseen)
         self._begun: list[StepReport] = []  # the phases of the present step that are done
 
     @property
     def steps(self) -> int:
         """How many steps are done."""
-        return self._engine.run_state.steps
+        return self._progress.steps
 
     @property
     def finished(self) -> bool:
@@ -109,7 +110,7 @@ class Loop:
     @property
     def stopped_early(self) -> str | None:
         """Where and by whom the run was stopped, if that was before its end."""
-        by, total = self._engine.run_state.stopped_by, self._definition.total
+        by, total = self._seen.stopped_by, self._definition.total
         if by is None or self.finished:
             return None
         return f"at step {self.steps}{'' if total is None else f' of {total}'} by {by}"
@@ -135,17 +136,16 @@ class Loop:
     def _succeed(self) -> Sequence[Observer]:
         """Take what this process needs if it reports and saves in place of another, as soon as that can be had."""
         more: Sequence[Observer] = ()
-        if self._successors is not None and self._engine.run_state.leads:
+        if self._successors is not None and self._progress.leads:
             more = next(self._successors, ())
             self._observers += tuple(more)
-            for observer, incident in itertools.product(more, self._engine.run_state.incidents[self._elsewhere :]):
+            for observer, incident in itertools.product(more, self._progress.incidents[self._elsewhere :]):
                 observer.happened(incident)
         return more
 
     def complete(self, *, again: bool = True) -> None:
         """Do the remaining tasks of steps that are done; without ``again``, up to the first that has to succeed."""
-        state = self._engine.run_state
-        if state.observed != len(state.loss_history) and not self._completing:
+        if not (self._seen.complete or self._completing):
             self.check_able()
             self._after = self._and_unseen(self._after)
             self._unbroken(again=again)
@@ -207,7 +207,7 @@ class Loop:
             report = self._advanced(batch, self.steps + 1 if watched or batch is not None else self._horizon())
         except PhalanxError as error:
             error.recipe, error.batch = self._definition, batch
-            error.phase = self._definition.rounds.at(len(self._engine.run_state.loss_history)).name
+            error.phase = self._definition.rounds.at(len(self._progress.loss_history)).name
             self._tell_incidents()
             for observer in self._observers:
                 observer.failed(error)
@@ -247,11 +247,11 @@ class Loop:
         # is asked for. So `observed` is set once all observers are done. Rejected: to call observers again from the
         # beginning, as some would hear twice. Not covered: what is called in here all the same (`first`, `happened`,
         # a warning). If that raises, the rest of the step is not told.
-        self._report, state = report, self._engine.run_state
+        self._report = report
         if (first := self._first) is not None:
             self._first = None
             self._look_first(first, report)
-        if len(state.incidents) != self._heard:
+        if len(self._progress.incidents) != self._heard:
             self._tell_incidents()
         for name in [name for name, phase in report.phases.items() if not (report.step or phase.grad_norm)]:
             warn(f"phase {name!r} changed nothing in step 0: its loss gives its parameters a gradient of 0, or none")
@@ -261,9 +261,9 @@ class Loop:
             yield from self._evaluation(report, report.epoch)
         for observer in self._observers:
             yield functools.partial(observer.step, self._report)
-        state.observed = self._definition.rounds.updates(report.step + 1)
+        self._seen.observed = self._definition.rounds.updates(report.step + 1)
         if self._successors is not None:
-            state.kept.append(self._report)
+            self._seen.kept.append(self._report)
 
     def _look_first(self, first: Callable[[StepReport, Any], None], report: StepReport) -> None:
         """See whether the first step is one of this run; nobody is told of anything if it is not."""
@@ -276,8 +276,8 @@ class Loop:
     def _and_unseen(self, after: Iterator[Callable[[], object] | Again]) -> Iterator[Callable[[], object] | Again]:
         """The tasks ``after``, then those of steps that workers did while the caller was leaving."""
         yield from after
-        while self._engine.run_state.unseen:
-            if (report := self._whole(self._engine.run_state.unseen.popleft())) is not None:
+        while self._progress.unseen:
+            if (report := self._whole(self._progress.unseen.popleft())) is not None:
                 yield from self._completion(report)
 
     def _evaluation(self, report: StepReport, epoch: int) -> Iterator[Callable[[], object] | Again]:
@@ -333,7 +333,7 @@ class Loop:
             metrics.decisive = frozenset(name for name in metrics.names if due.full(name) in self._decisive)
         values = self._measured(metrics, due.data, due.batch_size, key=id(due) if planned else None)
         named = {due.full(metric): value for metric, value in values.items()}
-        self._engine.run_state.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
+        self._seen.evaluated += [Evaluated(self.steps, value, metric) for metric, value in named.items()]
         return named
 
     def predict(
@@ -368,9 +368,8 @@ class Loop:
     def _end_engine(self) -> None:
         """Close the engine, then save in place of a process that was lost after its last step, or while it ended."""
         self._engine.close()
-        state = self._engine.run_state
-        over = self.finished or state.stopped_by is not None
-        if self._ended or not (over and state.complete):  # a last step without its evaluation is not saved
+        over = self.finished or self._seen.stopped_by is not None
+        if self._ended or not (over and self._seen.complete):  # a last step without its evaluation is not saved
             return
         with contextlib.ExitStack() as endings:
             for observer in self._succeed():
@@ -387,7 +386,7 @@ class Loop:
         """The values of metrics over all of ``data``; ``key``: of an evaluation that is repeated."""
         self.check_able()
         key = key or metrics.key
-        metrics.watched = self._engine.run_state.allow is not None and self._counts[key] in WATCHED
+        metrics.watched = self._engine.options.allow is not None and self._counts[key] in WATCHED
         with contextlib.ExitStack() as after:
             if self._followed:
                 self._code.check(self.steps)
@@ -411,12 +410,12 @@ class Loop:
         return min([*limits, *(due.following(self.steps, plan) for due in self._evaluations)])
 
     def _tell_incidents(self) -> None:
-        incidents = self._engine.run_state.incidents
+        incidents = self._progress.incidents
         for incident in incidents[self._heard :]:
             for observer in self._observers:
                 observer.happened(incident)
         self._heard = len(incidents)
-        self._elsewhere = self._elsewhere if self._engine.run_state.leads else self._heard
+        self._elsewhere = self._elsewhere if self._progress.leads else self._heard
 
 
 def merged(reports: Sequence[StepReport], definition: Definition) -> StepReport:

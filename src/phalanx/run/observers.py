@@ -123,20 +123,17 @@ class Called(Observer):
 
     def begin(self, engine: Engine, run: Any = None) -> None:
         """Give it the state that it left in the snapshot from which the run goes on; then call ``begin(run)``."""
-        self._run, state = run, engine.run_state
-        if self._name in state.callbacks:
+        self._run, seen, resumed_from = run, engine.seen, engine.progress.resumed_from
+        if self._name in seen.waiting:
             with taking_over(f"the state of {self._name}"):
-                self._call("load", state.callbacks.pop(self._name))
-        elif state.resumed_from and hasattr(self.callback, "load"):
-            checks.warn(
-                f"the snapshot of step {state.resumed_from} has no state of {self._name}, which begins anew there"
-            )
+                self._call("load", seen.take(self._name))
+        elif resumed_from and hasattr(self.callback, "load"):
+            checks.warn(f"the snapshot of step {resumed_from} has no state of {self._name}, which begins anew there")
         if self._name and hasattr(self.callback, "state"):
-            others = state.states
-            state.states = lambda: {**others(), self._name: self.callback.state()}
+            seen.keep(self._name, self.callback.state)
         if said(self.callback).decay_of_workers is not None:
-            self._idle = state.averaged is not None
-            self.callback.averaged_by(state.averaged)
+            self._idle = engine.averaged is not None
+            self.callback.averaged_by((lambda: engine.averaged()) if self._idle else None)  # of the engine of that time
         self._call("begin", run)
 
     def horizon(self, steps: int) -> int:
@@ -240,7 +237,7 @@ class ProgressLines(Observer):
 
     def _line(self) -> None:
         report, definition, total = self._report, self._definition, self._definition.total
-        seconds, steps, incidents = time.monotonic() - self._since, report.step + 1, self._engine.run_state.incidents
+        seconds, steps, incidents = time.monotonic() - self._since, report.step + 1, self._engine.progress.incidents
         epochs = definition.epochs or (-(-total // definition.per_epoch) if total and definition.per_epoch else None)
         facts = [] if report.epoch is None else [f"epoch {report.epoch + 1}{f'/{epochs}' if epochs else ''}"]
         facts += [f"step {steps}{f'/{total}' if total else ''}", f"loss {sum(self._losses) / len(self._losses):.4g}"]
@@ -275,7 +272,7 @@ class ProgressBar(Observer):
         self._engine = engine
         say_resumed(run, self._total)
         self._bar = tqdm(
-            total=self._total, initial=engine.run_state.steps, unit="step", delay=self._delay_seconds,
+            total=self._total, initial=engine.progress.steps, unit="step", delay=self._delay_seconds,
             dynamic_ncols=True, desc="phalanx",
         )  # fmt: skip
 
@@ -285,13 +282,13 @@ class ProgressBar(Observer):
             return
         is_last = self._bar.n + 1 == self._total
         if self._bar.update() or is_last:
-            state = self._engine.run_state
+            incidents = self._engine.progress.incidents
             facts = {
                 "loss": f"{report.loss:.4g}",
-                **{printable(item.name): f"{item.value:.4g}" for item in state.evaluated[-1:]},
+                **{printable(item.name): f"{item.value:.4g}" for item in self._engine.seen.evaluated[-1:]},
             }
             facts |= {"workers": str(self._engine.workers)}
-            self._bar.set_postfix(facts | ({"incidents": str(len(state.incidents))} if state.incidents else {}))
+            self._bar.set_postfix(facts | ({"incidents": str(len(incidents))} if incidents else {}))
         if is_last:
             self.end()
 

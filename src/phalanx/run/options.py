@@ -18,6 +18,7 @@ from phalanx.definition.evaluation import Evaluation, check_metric, listed_evalu
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.run.observers import checked_callbacks
+from phalanx.seams.records import RunOptions
 from phalanx.surroundings import presence
 
 
@@ -75,6 +76,15 @@ def settle(options: Mapping[str, Any], replicas: int) -> SimpleNamespace:
         if settled.run_dir is None and given[name] != DEFAULTS[name]:
             raise UsageError(f"{name} is {checks.shown(given[name])}, but there is no run_dir; give one, or leave it")
     return settled
+
+
+def of_run(settled: SimpleNamespace, audit: Any) -> RunOptions:
+    """What engines have to know of the options, and of what callbacks say of themselves."""
+    told = [(said(each), type(each).__name__) for each in settled.callbacks]
+    averaging = [(each.decay_of_workers, name) for each, name in told if each.decay_of_workers is not None]
+    gradients = tuple(name for each, _ in told for name in each.gradients)
+    allow, only = settled.nondeterministic == "allow", averaging[0] if len(averaging) == 1 else None
+    return RunOptions(audit, allow, settled.max_failures, only, gradients)
 
 
 def unknown(name: str, known: Iterable[str], options: Iterable[str] = ()) -> str:

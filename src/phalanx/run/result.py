@@ -185,30 +185,30 @@ def result_of(
     copy: bool,
 ) -> Result:
     """The state of a run now. ``times``: of the call, and when the run was open. ``copy``: independent of the run."""
-    exported, run_state, rounds = engine.export(copy=copy), engine.run_state, definition.rounds
-    by_phase = rounds.by_phase(run_state.loss_history)
+    exported, progress, rounds = engine.export(copy=copy), engine.progress, definition.rounds
+    by_phase = rounds.by_phase(progress.loss_history)
     called, opened = times
-    began, ended = run_state.span or (opened, opened)
+    began, ended = progress.span or (opened, opened)
     return Result(
         model=exported.model(),
         params=exported.params,
         loss_history=by_phase[rounds.names[rounds.main]],
-        metric_history=list(run_state.evaluated),
+        metric_history=list(engine.seen.evaluated),
         digest=exported.digest,
-        steps=run_state.steps,
-        samples=run_state.samples,
+        steps=progress.steps,
+        samples=progress.samples,
         replicas=definition.replicas,
         workers=engine.workers,
         steps_per_epoch=definition.per_epoch,
         seconds=ended - began,
         startup_seconds=began - called,
-        resumed_from=run_state.resumed_from,
-        incidents=tuple(run_state.incidents),
-        chain=run_state.chain,
+        resumed_from=progress.resumed_from,
+        incidents=tuple(progress.incidents),
+        chain=extras.get("chain"),
         averaged=None if (averaged := extras.get("averaged")) is None else {k: v.clone() for k, v in averaged.items()},
         best=extras.get("best"),
         predictor=predictor,
         phase_history={} if definition.phases is None else by_phase,
         stopped_early=extras.get("stopped_early"),
-        audited=run_state.audited,
+        audited=progress.audited,
     )

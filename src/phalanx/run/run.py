@@ -54,7 +54,7 @@ class Run:
         self._max_seconds = max_seconds  # since ``called``, until the run stops
         self.kept_in = kept_in  # run_dir, in processes that do not write to it, too
         self._watched = True  # whether the caller may look at the state after each step
-        self.turn, self.metric_history = turn, engine.run_state.evaluated
+        self.turn, self.metric_history = turn, engine.seen.evaluated
 
     def __enter__(self) -> Run:
         return self
@@ -96,7 +96,7 @@ class Run:
 
     def stop(self, by: str = "run.stop()") -> None:
         """End iterating and ``finish`` after the step that is being done; ``by``: for ``result.stopped_early``."""
-        self._engine.run_state.stopped_by = by
+        self._engine.seen.stopped_by = by
 
     @verb
     def finish(self) -> None:
@@ -133,12 +133,12 @@ class Run:
     @property
     def resumed_from(self) -> int | None:
         """After how many steps it went on from a snapshot; None if it did not."""
-        return self._engine.run_state.resumed_from
+        return self._engine.progress.resumed_from
 
     @property
     def stopped(self) -> bool:
         """Whether ``stop`` was called."""
-        return self._engine.run_state.stopped_by is not None
+        return self._engine.seen.stopped_by is not None
 
     @property
     def model(self) -> Any:
@@ -170,7 +170,7 @@ class Run:
     @property
     def incidents(self) -> Sequence[Incident]:
         """Deaths and replacements of workers so far, and what was rolled back."""
-        return tuple(self._engine.run_state.incidents)
+        return tuple(self._engine.progress.incidents)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -322,7 +322,7 @@ class Run:
         self._complete()
         digest = self._now(copy=False).digest
         if not (target.exists() or target.is_symlink()):
-            write_apart(target, self._definition, self._engine, digest)
+            write_apart(target, self._definition, self._engine, digest, self._loop.left().get("chain"))
         elif not holds(target, digest):  # a step that was done again saves the same again
             raise UsageError(f"path is {str(path)!r}, which exists already; choose another name, or remove it")
 
@@ -381,7 +381,7 @@ class Run:
 
     def _complete(self) -> None:
         """Complete the last step first, if an exception or Ctrl-C cut it short."""
-        if not self.closed and not self._engine.run_state.complete:
+        if not self.closed and not self._engine.seen.complete:
             with self._handed_over():
                 self._loop.complete()
 
@@ -396,7 +396,7 @@ class Run:
             except (LeftError, PeersLostError) as error:
                 raise self._preempted() if self._terminated else error from None
             if self._max_seconds is not None and time.perf_counter() - self._times[0] >= self._max_seconds:
-                self.stop(self._engine.run_state.stopped_by or f"max_seconds={self._max_seconds:.10g}")
+                self.stop(self._engine.seen.stopped_by or f"max_seconds={self._max_seconds:.10g}")
             if self._terminated and self._engine.pause():
                 raise self._preempted()
         return report
@@ -410,7 +410,7 @@ class Run:
         return shown
 
     def _preempted(self) -> Preempted:
-        self._engine.run_state.leaving = self._terminated
+        self._engine.seen.leaving = self._terminated
         nothing = "nothing is saved here: there is no run_dir, or another process saves"
         outcome = nothing if self._saver is None else self._saver.last_word()
         return Preempted(f"{self._terminated}, and {outcome}", step=self.steps - 1)

@@ -26,7 +26,9 @@ from phalanx.seams.records import (
     Incident,
     Measurement,
     Part,
-    RunState,
+    Progress,
+    RunOptions,
+    Seen,
     StepReport,
     Todo,
     Training,
@@ -305,21 +307,22 @@ class Sharing(Protocol):
         Whether the whole state is known, so that a run can move to other processes in the middle.
     devices : sequence of str
         Devices that were asked for, if each is a worker's.
-    averaging : (float, mapping) or None
-        Decay, and what to go on from, of an average of the weights that is kept beside the state.
     listen : callable
         ``listen(f)``: ``f(index, gradient)`` is called as soon as a backward pass has a parameter's gradient, until
         ``listen(None)``.
     averages : Averages or None
-        That average; ``step()`` adds the weights, ``named()`` returns it by names of parameters.
+        An average of the weights that is kept beside the state: ``step(update)`` adds the weights once all phases of a
+        step are done, ``named()`` returns it by names of parameters.
+    keep_average : callable
+        ``keep_average(rounds, decay, start=None)`` begins it, from an earlier one if that is given.
     """
 
     arrays: Arrays
     moving_seconds: float
     portable: bool
     devices: Sequence[str]
-    averaging: tuple[float, Weights | None] | None
     averages: Any
+    keep_average: Any
     listen: Any
 
     def lay_out(self, placement: Placement, take: Callable[[int], int], known: Any = None) -> Any:
@@ -353,7 +356,8 @@ class Engine(Protocol):
 
     Attributes
     ----------
-    run_state : RunState
+    options, progress, seen : RunOptions, Progress, Seen
+        What is noted about the run.
     workers : int
         W.
     environment : context manager
@@ -362,13 +366,19 @@ class Engine(Protocol):
         Entered around reading a stream in this process: generators and threads are the run's. Re-entrant.
     eval_point : callable
         Returns that of the framework, as of the last finished step.
+    averaged : callable or None
+        Returns the average of the weights by names of parameters, None before the first step; None unless workers keep
+        one.
     """
 
-    run_state: RunState
+    options: RunOptions
+    progress: Progress
+    seen: Seen
     workers: int
     environment: AbstractContextManager[None]
     reading: AbstractContextManager[Any]
     eval_point: Any
+    averaged: Any
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -435,7 +445,7 @@ class Observer:
     runs_user_code: ClassVar[bool] = False
 
     def begin(self, engine: Engine, run: Any = None) -> None:
-        """Look on from here: ``engine`` has the state, ``engine.run_state`` what was done so far, ``run`` shows it."""
+        """Look on from here: ``engine`` has the state, ``engine.progress`` what was done so far, ``run`` shows it."""
 
     def horizon(self, steps: int) -> int:
         """How many finished steps the run may have before this must see the state again; ``steps`` are finished.

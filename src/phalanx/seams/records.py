@@ -294,9 +294,35 @@ class Training(NamedTuple):
     trained: bool
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the caller of a run chose, and its callbacks asked for, as far as engines have to know it.
+
+    Attributes
+    ----------
+    audit : Audit or None
+        Which updates are audited, if some are.
+    allow : bool or None
+        Whether accelerators may use operations without a deterministic kernel, and replicas that are computed twice may
+        differ. None: neither is allowed, and no replica is computed twice.
+    max_failures : int
+        Deaths by SIGKILL or SIGTERM, in a row at one place, that end the run.
+    averaging : (float, str) or None
+        Decay of an average of the weights that workers with devices may keep, and whose state has it in snapshots.
+    gradients : tuple of str
+        Names or patterns of parameters whose mean gradients callbacks asked for.
+    """
+
+    audit: Audit | None = None
+    allow: bool | None = False
+    max_failures: int = MOST
+    averaging: tuple[float, str] | None = None
+    gradients: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
-class RunState:
-    """What a run has done so far.
+class Progress:
+    """What a run has done so far. The engine alone writes it; who reports an unseen update takes that out.
 
     Attributes
     ----------
@@ -304,84 +330,34 @@ class RunState:
         One mean loss per update; its length is the number of updates, and of finished steps where those have no phases.
     samples : int
         Samples seen in all of them.
+    rounds : Rounds
+        Which update belongs to which step.
+    resumed_from : int or None
+        How many steps an earlier run had done, if this one goes on from its snapshot.
+    made : Any
+        What model and optimizers were made, as snapshots describe it; None without a directory.
     span : (float, float) or None
         Start of the first step and end of the last, on the clock of ``time.perf_counter``.
     incidents : list of Incident
         What happened to workers.
-    resumed_from : int or None
-        How many steps an earlier run had done, if this one goes on from its snapshot.
-    evaluated : list of Evaluated
-        Every evaluation so far, those of that earlier run first.
-    chain : str or None
-        The newest link of the run's chain, if one is kept.
-    callbacks : dict
-        States of that earlier run's callbacks, by name, until callbacks take them.
-    states : callable
-        Returns the states of callbacks now.
-    rounds : Rounds
-        Which update belongs to which step.
-    stream : callable
-        Returns the stream's position now, if the data is one, by its name among those states.
-    stopped_by : str or None
-        Who stopped the run: no further planned step is done.
-    audit : Audit or None
-        Which updates are audited, if some are.
     audited : int
-        How many were.
-    allow : bool or None
-        Whether replicas that are computed twice may differ; None: no replica is.
-    gradients : tuple of str
-        Names or patterns of parameters whose mean gradients callbacks asked for.
-    averaging : (float, str) or None
-        Decay of an average of the weights that workers with devices may keep, and whose state has it in snapshots.
-    averaged : callable or None
-        Returns that average by names of parameters, None before the first step; None unless workers keep it.
-    max_failures : int
-        Deaths by SIGKILL or SIGTERM, in a row at one place, that end the run.
-    observed : int
-        How many updates observers have seen completed; all updates of a step at once.
+        How many updates were audited.
     unseen : deque of StepReport
         Updates that were done while nobody waited for them.
-    kept : deque of StepReport
-        The newest steps, where this process may have to report them in place of another.
-    made : Any
-        What model and optimizers were made, as snapshots describe it; None without a directory.
     leads : bool
         Whether this process reports and saves; false in all but one of several.
-    leaving : str
-        Why this process leaves a run that others go on with; "" if it does not.
     """
 
     loss_history: list[float] = field(default_factory=list[float])
     samples: int = 0
+    rounds: Rounds = field(default_factory=Rounds)
+    resumed_from: int | None = None
+    made: Any = None
     span: tuple[float, float] | None = None
     incidents: list[Incident] = field(default_factory=list[Incident])
-    resumed_from: int | None = None
-    evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
-    chain: str | None = None
-    callbacks: dict[str, Any] = field(default_factory=dict[str, Any])
-    states: Callable[[], dict[str, Any]] = dict[str, Any]
-    stream: Callable[[], dict[str, Any]] = dict[str, Any]
-    rounds: Rounds = field(default_factory=Rounds)
-    stopped_by: str | None = None
-    audit: Audit | None = None
     audited: int = 0
-    allow: bool | None = False
-    averaging: tuple[float, str] | None = None
-    averaged: Callable[[], Weights | None] | None = None
-    gradients: tuple[str, ...] = ()
-    max_failures: int = MOST
-    observed: int = 0
     unseen: deque[StepReport] = field(default_factory=deque[StepReport])
-    kept: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=MOST_KEPT))
-    made: Any = None
     leads: bool = True
-    leaving: str = ""
-
-    @property
-    def complete(self) -> bool:
-        """Whether every step that was begun is complete."""
-        return self.observed == len(self.loss_history)
 
     @property
     def steps(self) -> int:
@@ -393,12 +369,79 @@ class RunState:
         """Whether a step was begun and is not done."""
         return not self.rounds.at(len(self.loss_history)).first
 
-    def add(self, loss: float, samples: int) -> None:
+    def add(self, loss: float, samples: int, audit: Audit | None = None) -> None:
         """Count an update; samples of a step with phases count once."""
         self.samples += 0 if self.between_phases else samples
-        self.audited += self.audit is not None and self.audit.due(len(self.loss_history))
+        self.audited += audit is not None and audit.due(len(self.loss_history))
         self.loss_history.append(loss)
 
     def time(self, started: float, ended: float) -> None:
         """Note when the latest step started and ended."""
         self.span = (started if self.span is None else self.span[0], ended)
+
+    def take(self, losses: Sequence[float], samples: int, resumed_from: int | None, made: Any) -> None:
+        """Note what another process has done."""
+        self.loss_history += losses
+        self.samples, self.resumed_from, self.made = samples, resumed_from, made
+
+    def go_back(self, updates: int) -> None:
+        """Only so many updates are done."""
+        del self.loss_history[updates:]
+
+
+@dataclass(slots=True)
+class Seen:
+    """How far a run's loop and observers have come with its progress. The room of the run alone assigns its fields.
+
+    Others keep and take states of callbacks, and put in what an earlier run, or another process, had evaluated.
+
+    Attributes
+    ----------
+    progress : Progress
+    evaluated : list of Evaluated
+        Every evaluation so far, those of an earlier run first.
+    waiting : dict
+        States of that earlier run's callbacks, by name, until callbacks take them.
+    observed : int
+        How many updates observers have seen completed; all updates of a step at once.
+    kept : deque of StepReport
+        The newest steps, where this process may have to report them in place of another.
+    stopped_by : str or None
+        Who stopped the run: no further planned step is done.
+    leaving : str
+        Why this process leaves a run that others go on with; "" if it does not.
+    """
+
+    progress: Progress
+    evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
+    waiting: dict[str, Any] = field(default_factory=dict[str, Any])
+    observed: int = 0
+    kept: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=MOST_KEPT))
+    stopped_by: str | None = None
+    leaving: str = ""
+    _states: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def complete(self) -> bool:
+        """Whether every step that was begun is complete."""
+        return self.observed == len(self.progress.loss_history)
+
+    def take(self, name: str) -> Any:
+        """The state that waits for the callback of this name, for it alone; None if there is none."""
+        return self.waiting.pop(name, None)
+
+    def keep(self, name: str, state: Callable[[], Any]) -> None:
+        """Have ``state()`` in snapshots, under this name."""
+        self._states[name] = state
+
+    def states(self) -> dict[str, Any]:
+        """The states of callbacks now, and the position of a stream."""
+        return {name: state() for name, state in self._states.items()}
+
+
+class Records(NamedTuple):
+    """What is noted about a run. Nobody changes the first, engines write the second, and the run the third."""
+
+    options: RunOptions
+    progress: Progress
+    seen: Seen

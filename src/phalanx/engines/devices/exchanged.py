@@ -50,8 +50,6 @@ class Exchanged:
         ``connect(generation, check)`` meets the others; ``check`` raises if one of them is gone.
     hosts : int
         On how many these workers are; equally many on each, one after another.
-    average : callable, optional
-        Called with the number of each update that was done.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class Exchanged:
         rank: int,
         connect: Callable[[int, Callable[[], None]], Transport],
         hosts: int = 1,
-        average: Callable[[int], None] | None = None,
     ) -> None:
         assert isinstance(station.shard, CopiedShard), "its worker has the whole state"
         self._station, self._board, self._shard = station, board, station.shard
@@ -73,7 +70,7 @@ class Exchanged:
         self._flat = Flat(contents.gradients, self._replicas, among, in_buckets, device)
         self._watched = functools.partial(watched, [torch.device(device)])
         self._spread = Spread(contents.buffers, blocks, rank, device)
-        self._connect, self._average = connect, average
+        self._connect = connect
         self._transport: Transport | None = None
         self._generation = -1
         self._weights = 0  # their checksum, in steps in which workers compare it
@@ -164,8 +161,8 @@ class Exchanged:
         self._board.updating(together=True)
         if gradient is not None:
             self._framework.update(step, gradient, self._left)
-        if self._average is not None:
-            self._average(step)
+        if averages := self._framework.sharing.averages:
+            averages.step(step)
         self._board.updated()
         # Now that nobody does this step again all workers note the same.
         if len(self._seen) < KINDS or self._sizes in self._seen:

@@ -35,7 +35,19 @@ from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan.fold import hosts
 from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Framework
-from phalanx.seams.records import Captured, Evaluated, Exported, Incident, RunState, StepReport, Training, Weights
+from phalanx.seams.records import (
+    Captured,
+    Evaluated,
+    Exported,
+    Incident,
+    Progress,
+    Records,
+    RunOptions,
+    Seen,
+    StepReport,
+    Training,
+    Weights,
+)
 
 T = TypeVar("T")
 COMPARED_BYTES = 256 << 20
@@ -51,7 +63,7 @@ class Distributed(Changing[Processes]):
     ----------
     definition : Definition
     framework : Framework
-    run_state : RunState
+    records : Records
     world : World
     workers : int
         Their number on each host.
@@ -63,7 +75,7 @@ class Distributed(Changing[Processes]):
     """
 
     def __init__(
-        self, definition: Definition, framework: Framework, run_state: RunState, world: World, workers: int,
+        self, definition: Definition, framework: Framework, records: Records, world: World, workers: int,
         readers: int = 0, least: int = 1, chosen: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._definition, self._framework, self._world = definition, framework, world
@@ -72,10 +84,7 @@ class Distributed(Changing[Processes]):
         self._whole, self._last, self._gone, self._owner = chosen is None, False, False, os.getpid()
         self._fresh, self._stuck = chosen is not None, 0  # nothing was done here yet; incarnations without a step
         self._recent = deque[StepReport](maxlen=KEPT)
-        self.run_state = run_state
-        super().__init__(run_state, lambda: self._entered(chosen)[1])
-        if run_state.averaged is not None:
-            run_state.averaged = lambda: self.engine.averaged()  # of the engine of that time
+        super().__init__(records, lambda: self._entered(chosen)[1])
         self.workers = workers * world.size
 
     def _on_this_host(self) -> Processes:
@@ -83,7 +92,7 @@ class Distributed(Changing[Processes]):
         blocks, placements = hosts(definition.replicas, world.size, self._on_each)
         rendezvous = world.rendezvous(blocks)
         placement = dataclasses.replace(placements[world.rank], copies=bool(framework.sharing.devices))
-        facts = definition, framework, placement, self.run_state, self._deadline, rendezvous
+        facts = definition, framework, placement, self._records, self._deadline, rendezvous
         return Processes(*facts, readers=self._readers, alarm=world.members.news)
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
@@ -101,10 +110,10 @@ class Distributed(Changing[Processes]):
         return report
 
     def _advanced(self, step: int, batch: Any, horizon: int) -> StepReport:
-        if self.run_state.unseen:  # it was finished while an incarnation ended
-            return self.run_state.unseen.popleft()
+        if self.progress.unseen:  # it was finished while an incarnation ended
+            return self.progress.unseen.popleft()
         # Who comes interrupts a step, so each step is interrupted once at most.
-        self._world.members.open = not self._stuck and not self.run_state.between_phases
+        self._world.members.open = not self._stuck and not self.progress.between_phases
         if batch is not None:
             self._check_batch(step, batch)
         return self.engine.advance(batch, horizon)
@@ -136,14 +145,14 @@ class Distributed(Changing[Processes]):
             if self._finished and not self._gone and not self.engine.ended:
                 self._drain()
         finally:  # a second Ctrl-C does not wait for others
-            leaving, way = self.run_state.leaving, DONE if self._finished else CLOSED
+            leaving, way = self.seen.leaving, DONE if self._finished else CLOSED
             error = sys.exc_info()[1]  # a with block ends by it
             by = "" if error is None else f", while handling {Farewell.after(error).why}"
             self._leave(LEAVES if leaving else way, leaving or f"it was closed after {self._steps} steps{by}")
 
     @property
     def _steps(self) -> int:
-        return len(self.run_state.loss_history)
+        return len(self.progress.loss_history)
 
     @property
     def _finished(self) -> bool:
@@ -159,7 +168,7 @@ class Distributed(Changing[Processes]):
         except PeersLostError as error:  # all is done here, so nothing is needed of the others
             if not self._whole:
                 raise
-            if self._world.run_dir is not None and not self.run_state.leads:
+            if self._world.run_dir is not None and not self.progress.leads:
                 checks.warn(f"step {self._steps}, the last one, may not be saved; the same call does that: {error}")
 
     def _leave(self, way: str, why: str, step: int | None = None) -> None:
@@ -211,9 +220,9 @@ class Distributed(Changing[Processes]):
         self._note(chosen, lost, str(error), time.perf_counter() - began)
 
     def _agreed(self) -> dict[str, Any]:
-        state = self.run_state
-        complete = state.observed == self._steps - len(state.unseen) and not state.between_phases
-        complete = complete and not (self._definition.stream and state.unseen)  # its epochs are known where it is drawn
+        unseen = self.progress.unseen
+        complete = self.seen.observed == self._steps - len(unseen) and not self.progress.between_phases
+        complete = complete and not (self._definition.stream and unseen)  # its epochs are known where it is drawn
         how_stopped = {"step": self._steps if self._whole else None, "open": complete, "each": self._on_each}
         return self._world.agree_anew(how_stopped, self._least)
 
@@ -240,31 +249,31 @@ class Distributed(Changing[Processes]):
 
     def _share(self, chosen: dict[str, Any]) -> None:
         """Have the whole state here: give it to members that have not got it, or take it from the one that has."""
-        me, state = self._world.members.me, self.run_state
+        me, progress, seen = self._world.members.me, self.progress, self.seen
         if me == chosen["source"] and chosen["behind"]:
             reports = [
-                report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *state.unseen)
+                report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *progress.unseen)
             ]
-            more = {"reports": [report._asdict() for report in reports], "observed": self._steps - len(state.unseen)}
-            content = _sent(self._captured(), state, {**state.callbacks, **state.states(), **state.stream()}, **more)
+            more = {"reports": [report._asdict() for report in reports], "observed": self._steps - len(progress.unseen)}
+            content = _sent(self._captured(), seen, **more)
             self._world.send(content, chosen["behind"])
         elif me in chosen["behind"]:
             captured, history = unpacked(self._world.receive(chosen["source"]))
             with self._framework.environment:
                 self._framework.adopt(captured)
             if self._fresh:
-                _take(state, captured, history)
-                del state.loss_history[history["observed"] :]
+                _take(seen, captured, history)
+                progress.go_back(history["observed"])
             for report in (StepReport(**{**facts, "parts": tuple(facts["parts"])}) for facts in history["reports"]):
                 if report.step == self._steps:
-                    state.add(report.loss, 0)
-                    state.unseen.append(report)
-            state.samples = history["samples"]
-            if state.averaging is not None and state.averaged is not None:
-                state.callbacks = states_in(history, captured.training)
+                    progress.add(report.loss, 0)
+                    progress.unseen.append(report)
+            progress.samples = history["samples"]
+            if self._framework.sharing.averages:
+                seen.waiting.update(states_in(history, captured.training))
         if (self._steps, self._whole) != (chosen["step"], True) and me not in chosen["behind"]:
             raise RunError(f"this process has done {self._steps} steps where {chosen['step']} were agreed on")
-        self._whole, self._fresh, state.leads = True, False, chosen["keeper"] == me
+        self._whole, self._fresh, progress.leads = True, False, chosen["keeper"] == me
 
     def _captured(self) -> Captured:
         with self._framework.environment:
@@ -276,8 +285,8 @@ class Distributed(Changing[Processes]):
         what += [("joined", rank, f"{self._world.named(rank)} has joined") for rank in chosen["joined"]]
         for kind, rank, why in what or [("again", -1, error)]:
             text = f"{why}; went on after {pause:.2f} s, processes: {self._world.size}"
-            self.run_state.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], text))
-            if self.run_state.leads:
+            self.progress.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], text))
+            if self.progress.leads:
                 checks.warn(f"step {chosen['step']}: {text}")
 
     def _check_batch(self, step: int, batch: Any) -> None:
@@ -292,7 +301,7 @@ class Distributed(Changing[Processes]):
 
 def open_distributed(
     definition: Definition, workers: int | None, devices: Sequence[str], cores: Sequence[int], world: World,
-    begin: Callable[[Framework], RunState], *, allow: bool = False, readers: int | None = 0, least: int = 1,
+    begin: Callable[[Framework], Seen], options: RunOptions, *, readers: int | None = 0, least: int = 1,
 ) -> Distributed:  # fmt: skip
     """Check that all processes agree, adopt the keeper's state, and start this host's workers. Or join a run.
 
@@ -305,7 +314,7 @@ def open_distributed(
     """
     if world.size > definition.replicas:
         raise UsageError(f"there are {world.size} processes, but replicas is {definition.replicas}; start fewer")
-    framework = open_framework(definition, devices, allow=allow, processes=world.size, apart=True)
+    framework = open_framework(definition, devices, allow=bool(options.allow), processes=world.size, apart=True)
     named = framework.sharing.devices
     if len(named) > 1:
         raise UsageError(
@@ -317,9 +326,10 @@ def open_distributed(
     count = max(1, min(room if workers is None else workers // world.size, definition.replicas // world.size))
     count = 1 if named else count
     chosen = _join(world, definition) if world.joins else None
-    run_state = RunState() if world.joins else _same_start(world, framework, begin)
-    run_state.allow, run_state.rounds = allow, definition.rounds
-    return Distributed(definition, framework, run_state, world, count, beside(readers, count, room), least, chosen)
+    blank = Seen(Progress(rounds=definition.rounds, leads=False))
+    seen = blank if world.joins else _same_start(world, framework, begin, blank)
+    records = Records(options, seen.progress, seen)
+    return Distributed(definition, framework, records, world, count, beside(readers, count, room), least, chosen)
 
 
 def _join(world: World, definition: Definition) -> dict[str, Any]:
@@ -350,43 +360,40 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     }
 
 
-def _same_start(world: World, framework: Framework, begin: Callable[[Framework], RunState]) -> RunState:
-    """The keeper may go on from a snapshot; all others adopt its state."""
+def _same_start(world: World, framework: Framework, begin: Callable[[Framework], Seen], blank: Seen) -> Seen:
+    """The keeper may go on from a snapshot; all others adopt its state, and note in ``blank`` what it had done."""
     if world.rank == world.keeper:
-        run_state = begin(framework)
+        seen = begin(framework)
         with framework.environment:
-            content = _sent(framework.capture(copy=False), run_state, run_state.callbacks)
+            content = _sent(framework.capture(copy=False), seen)
         world.send(content, [rank for rank in range(world.size) if rank != world.keeper])
         world.share()
-        return run_state
+        return seen
     captured, history = unpacked(world.receive(world.keeper))
     with framework.environment:
         framework.adopt(captured)
-    run_state = RunState(leads=False)
-    _take(run_state, captured, history)
+    _take(blank, captured, history)
     world.share()
-    return run_state
+    return blank
 
 
-def _sent(captured: Captured, state: RunState, callbacks: dict[str, Any], **more: Any) -> bytes:
+def _sent(captured: Captured, seen: Seen, **more: Any) -> bytes:
     """A state and what was done until then, as other processes take it."""
+    progress = seen.progress
     history: dict[str, Any] = {
-        "losses": state.loss_history,
-        "samples": state.samples,
-        "resumed_from": state.resumed_from,
-        "averaging": state.averaging,
-        "made": state.made,
-        "evaluated": [dataclasses.astuple(item) for item in state.evaluated],
+        "losses": progress.loss_history,
+        "samples": progress.samples,
+        "resumed_from": progress.resumed_from,
+        "made": progress.made,
+        "evaluated": [dataclasses.astuple(item) for item in seen.evaluated],
         **more,
     }
-    history[CALLBACKS], tensors = kept(callbacks)
+    history[CALLBACKS], tensors = kept({**seen.waiting, **seen.states()})
     return packed(dataclasses.replace(captured, training={**captured.training, **tensors}), history)
 
 
-def _take(state: RunState, captured: Captured, history: dict[str, Any]) -> None:
+def _take(seen: Seen, captured: Captured, history: dict[str, Any]) -> None:
     """Note what another process has done."""
-    state.loss_history += history["losses"]
-    state.samples, state.resumed_from, state.made = (history[name] for name in ("samples", "resumed_from", "made"))
-    state.evaluated += [Evaluated(*item) for item in history["evaluated"]]
-    state.averaging = tuple(history["averaging"]) if history["averaging"] else None
-    state.callbacks = states_in(history, captured.training)
+    seen.progress.take(*(history[name] for name in ("losses", "samples", "resumed_from", "made")))
+    seen.evaluated.extend(Evaluated(*item) for item in history["evaluated"])
+    seen.waiting.update(states_in(history, captured.training))

@@ -24,7 +24,7 @@ from phalanx.engines.recovery.supervisor import Supervisor
 from phalanx.errors import LostError, PhalanxError, RunError, SeveredError, safe_str
 from phalanx.plan.fold import Placement
 from phalanx.seams import Framework
-from phalanx.seams.records import Captured, Exported, RunState, StepReport, Training, Weights
+from phalanx.seams.records import Captured, Exported, Records, StepReport, Training, Weights
 from phalanx.shared.counters import BATCH, BEGIN_NO_STEP, PARENT, RING, STEPS, TASK
 from phalanx.shared.inputs import MOST, Inputs
 from phalanx.shared.layout import ArenaPlan
@@ -49,19 +49,20 @@ class Processes:
     """
 
     environment: AbstractContextManager[None] = contextlib.nullcontext()
+    averaged: Any = None
 
     def __init__(
         self,
         definition: Definition,
         framework: Framework,
         placement: Placement,
-        run_state: RunState,
+        records: Records,
         deadline: Deadline,
         rendezvous: Any = None,
         readers: int = 0,
         alarm: Callable[[], str] = str,
     ) -> None:
-        self.run_state = run_state
+        self.options, self.progress, self.seen = records
         self.workers = placement.workers
         self.reading = framework.environment
         self.ended = ""
@@ -75,32 +76,30 @@ class Processes:
         self._alarm = alarm
         self._fetched = -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
-        self._decay = self._averages()
+        self._keep_average()
         plan = ArenaPlan(framework.sharing, placement)
         check_room(plan.layout.touched, placement.workers)
         memories = Memories(*(Memory(0) for _ in Memories._fields))
         with contextlib.ExitStack() as undo:
             for memory in memories:
                 undo.callback(memory.close)
-            self._begin(plan, placement, memories, readers)
+            self._begin(plan, placement, memories, readers, records)
             undo.pop_all()
 
-    def _averages(self) -> float | None:
-        """Have workers with devices keep the average that a callback asked for; returns its decay."""
-        if not self._copies or self.run_state.averaging is None:
-            return None
-        decay, name = self.run_state.averaging
-        earlier, sharing = self.run_state.callbacks.get(name), self._framework.sharing
+    def _keep_average(self) -> None:
+        """Have workers with devices keep the average that a callback asked for."""
+        if not (self._copies and self.options.averaging):
+            return
+        decay, name = self.options.averaging
+        earlier, sharing = self.seen.waiting.get(name), self._framework.sharing
         averaged = earlier["averaged"] if isinstance(earlier, dict) else None
-        if self.run_state.averaged is not None:  # an engine before this one kept it, unless a state has come since
-            self.run_state.callbacks.pop(name, None)
+        if sharing.averages:  # an engine before this one kept it, unless a state has come since
+            self.seen.take(name)
             averaged = averaged or sharing.averages.named()
-            del sharing.averages  # it was made once
-        sharing.averaging = decay, averaged
-        self.run_state.averaged = self.averaged
-        return decay
+        sharing.keep_average(self._definition.rounds, decay, averaged)
+        self.averaged = self._average
 
-    def averaged(self) -> Weights | None:
+    def _average(self) -> Weights | None:
         """The average after the last finished step. A snapshot of that step has fetched it already."""
         if not self.closed and self._fetched != self._steps:
             self.fetch(save=True)
@@ -108,27 +107,26 @@ class Processes:
             self.check_able()
         return self._framework.sharing.averages.named()
 
-    def _begin(self, plan: ArenaPlan, placement: Placement, memories: Memories, readers: int) -> None:
+    def _begin(self, plan: ArenaPlan, placement: Placement, memories: Memories, readers: int, records: Records) -> None:
         memories.arena.grow(plan.size)
         memories.base.grow(plan.layout.base)
         mapped = memories.arena.map()
         self.counters = plan.counters(mapped, PARENT)
         self._mirror = Mirror(self._framework.sharing, plan.layout, mapped, memories.base)
         facts = {
-            "audit": self.run_state.audit, "hosts": self._rendezvous, "ahead": readers != 0, "placement": placement,
+            "options": self.options, "hosts": self._rendezvous, "ahead": readers != 0, "placement": placement,
             "signature": plan.layout.signature(), "contents": plan.layout.contents,
-            "gradients": self.run_state.gradients, "allow": self.run_state.allow,
             "devices": self._framework.sharing.devices, "seconds": min(self._deadline.seconds(), CONNECTING),
-            "averaging": self._decay, "began": None if self._rendezvous else self._steps,
+            "began": None if self._rendezvous else self._steps,
         }  # fmt: skip
         pack_recipe(self._definition, self._framework.name, memories.environment, memories.recipe, facts)
-        self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
+        self._failures = FailureLog(self._definition, self._framework, placement, self.counters, records)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
         self._pool.alarm = self._alarm
         if any(not device.startswith("cpu") for device in self._framework.sharing.devices):
             self._pool.patience += LEAVING_SECONDS
         self.supervisor = Supervisor(
-            placement, self._pool, self._mirror, self.run_state, memories.mailbox, memories.orders, self._failures
+            placement, self._pool, self._mirror, self.progress, memories.mailbox, memories.orders, self._failures
         )
         try:
             self.supervisor.begin()
@@ -162,7 +160,7 @@ class Processes:
         report = self._absorb() if counters.done > t else None
         if report is None or any(message.step == t for message in self._pool.messages):
             raise self._failure(t)
-        if self.run_state.gradients and (moment := self._definition.rounds.at(t)).last:
+        if self.options.gradients and (moment := self._definition.rounds.at(t)).last:
             report = report._replace(gradients=self._gradients(moment.step))
         return report if batch is None else report._replace(epoch=None)
 
@@ -204,7 +202,7 @@ class Processes:
         if self.lost:
             self.check_able()
         with self._framework.environment:
-            return self._framework.export(self.run_state.steps, copy=copy, digest=digest)
+            return self._framework.export(self.progress.steps, copy=copy, digest=digest)
 
     def peek(self) -> dict[str, Any] | None:
         """The worker that has the first replica computes it."""
@@ -258,14 +256,14 @@ class Processes:
             for loss in losses or ():
                 self._framework.schedule(loss)
             while not self.lost and self.counters.done > self._steps:
-                self.run_state.unseen.append(self._absorb())
+                self.progress.unseen.append(self._absorb())
             self._close_readers()
             self._pool.end()
         return None
 
     @property
     def _steps(self) -> int:
-        return len(self.run_state.loss_history)
+        return len(self.progress.loss_history)
 
     def _go_on(self, t: int, horizon: int) -> None:
         """Let the workers go on to ``horizon``, as far as reports have room, and wait for one step."""
@@ -338,7 +336,7 @@ class Processes:
             self._settle()
         self.supervisor.steady()
         while self.counters.done > self._steps:
-            self.run_state.unseen.append(self._absorb())
+            self.progress.unseen.append(self._absorb())
 
     def fetch(self, *, save: bool = True, change: tuple[float | Training, int] | None = None) -> None:
         """Copy the state out of the arena, at a step boundary; ``save``: the workers will go on from there.
@@ -379,8 +377,8 @@ class Processes:
         """Count the next report, and return it."""
         t, reports = self._steps, self.counters.reports
         loss, norm, lr, samples, started, ended, losses = reports.read(t)
-        self.run_state.add(loss, int(samples))
-        self.run_state.time(started, ended)
+        self.progress.add(loss, int(samples), self.options.audit)
+        self.progress.time(started, ended)
         self._deadline.note(ended - started)
         parts, epoch = reports.parts(t), self._definition.epoch_of(t)
         return StepReport(t, epoch, loss, norm, lr, int(samples), ended - started, parts=parts, losses=losses)

@@ -78,27 +78,23 @@ class Worker:
         self._pace = self._saving = 0.0  # seconds of the latest step, and of the latest snapshot in memory
         self._definition = unpacked(setup)
         self._device = setup["devices"][number] if setup["devices"] else "cpu"
-        self._framework: Framework = open_framework(self._definition, [self._device], allow=bool(setup["allow"]))
+        options = setup["options"]
+        self._framework: Framework = open_framework(self._definition, [self._device], allow=bool(options.allow))
         self.environment = self._framework.environment
         self._share(memories, setup)
         ahead = functools.partial(Taken, Inputs(memories.inputs, self._definition.replicas)) if setup["ahead"] else None
         self._dealer = BatchShares(self._definition, self._framework.opened, ahead)
         self._twice = Twice(
-            self._definition, self._framework, allow=setup["allow"], audit=setup["audit"],
+            self._definition, self._framework, allow=options.allow, audit=options.audit,
             blocks=self._placement.blocks, worker=number, sums=self._counters.sums,
             began=setup["began"],
         )  # fmt: skip
-        self._gradients = Gradients(self._framework, setup["gradients"]) if setup["gradients"] else None
+        self._gradients = Gradients(self._framework, options.gradients) if options.gradients else None
         self._settled = False
 
-    def _average(self, update: int) -> None:
-        """Once all phases of a step are done, add the weights to their average."""
-        if self._definition.rounds.at(update).last:
-            self._framework.sharing.averages.step()
-
     def _share(self, memories: Memories, setup: dict[str, Any]) -> None:
-        if setup["averaging"] is not None:
-            self._framework.sharing.averaging = setup["averaging"], None
+        if self._placement.copies and (averaging := setup["options"].averaging):
+            self._framework.sharing.keep_average(self._definition.rounds, averaging[0])
         plan = ArenaPlan(self._framework.sharing, self._placement, setup["contents"])
         if plan.layout.signature() != setup["signature"]:
             raise UsageError(
@@ -113,8 +109,7 @@ class Worker:
         kind = CopiedShard if self._placement.copies else Shard
         self._shard = kind(self._framework.sharing, plan.layout, arena, memories.base, self._number)
         station = Station(self._framework, self._shard, plan, self._placement, arena, self._barrier)
-        average = None if setup["averaging"] is None else self._average
-        self._link: Link = linked(station, memories.meeting, setup, average)
+        self._link: Link = linked(station, memories.meeting, setup)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Go to the beginning of a step, with the state in the arena and the options in ``orders``."""

@@ -17,7 +17,7 @@ from phalanx.errors import LostError, RunError, spell_samples
 from phalanx.plan.fold import Placement
 from phalanx.plan.lifecycle import OWN, Cause, Place, Stage, Streak, Tally
 from phalanx.seams import Framework
-from phalanx.seams.records import Incident, RunState
+from phalanx.seams.records import Incident, Records
 from phalanx.shared.counters import TASK, Counters
 
 SHOWN_CAUSES = 3
@@ -108,7 +108,7 @@ class FailureLog:
     framework : Framework
     placement : Placement
     counters : Counters
-    run_state : RunState
+    records : Records
         Where incidents are noted.
 
     Attributes
@@ -125,7 +125,7 @@ class FailureLog:
         framework: Framework,
         placement: Placement,
         counters: Counters,
-        run_state: RunState,
+        records: Records,
     ) -> None:
         self.dead: dict[int, End] = {}
         self.batch: Any = None
@@ -134,8 +134,8 @@ class FailureLog:
         self._framework = framework
         self._placement = placement
         self._counters = counters
-        self._incidents = run_state.incidents
-        self._tally = Tally(run_state.max_failures)
+        self._incidents = records.progress.incidents
+        self._tally = Tally(records.options.max_failures)
         self._hopeless: RunError | None = None
         self._tasks = 0  # tasks that were done
 

@@ -20,7 +20,7 @@ from phalanx.errors import LostError, safe_str
 from phalanx.frameworks.registry import reduced, reduced_sample
 from phalanx.plan.fold import Placement
 from phalanx.plan.lifecycle import Action, Decision, Repair, Seen, Situation, decide, judge
-from phalanx.seams.records import RunState
+from phalanx.seams.records import Progress
 from phalanx.shared.counters import BATCH, STEPS, TASK
 from phalanx.shared.memory import Memory
 from phalanx.shared.state import Mirror
@@ -41,7 +41,7 @@ class Supervisor:
     pool : WorkerPool
     mirror : Mirror
         The caller's own state, and how it gets into the arena.
-    run_state : RunState
+    progress : Progress
         The steps that the caller has seen.
     mailbox, orders : Memory
         Hold the task of all workers, and what a new worker has to know.
@@ -53,7 +53,7 @@ class Supervisor:
         placement: Placement,
         pool: WorkerPool,
         mirror: Mirror,
-        run_state: RunState,
+        progress: Progress,
         mailbox: Memory,
         orders: Memory,
         failures: FailureLog,
@@ -62,7 +62,7 @@ class Supervisor:
         self._pool = pool
         self._counters = pool.counters
         self._mirror = mirror
-        self._run_state = run_state
+        self._progress = progress
         self._mailbox = mailbox
         self._orders = orders
         self._failures = failures
@@ -338,7 +338,7 @@ class Supervisor:
     @property
     def _seen(self) -> int:
         """How many steps the caller has seen."""
-        return len(self._run_state.loss_history)
+        return len(self._progress.loss_history)
 
     def _put(self) -> int:
         """Put the caller's own state into the arena; returns its step."""
@@ -351,7 +351,7 @@ class Supervisor:
     def _loss(self, step: int) -> float:
         """The loss of a finished step."""
         seen = step < self._seen
-        return self._run_state.loss_history[step] if seen else self._counters.reports.read(step)[0]
+        return self._progress.loss_history[step] if seen else self._counters.reports.read(step)[0]
 
     def _described(self, step: int) -> dict[str, Any]:
         """What a worker needs to begin at ``step``."""

@@ -36,7 +36,7 @@ class Sharing(seams.Sharing):
     arrays: Arrays = arithmetic
     moving_seconds = 3.0  # of compiling
     devices = ()
-    averaging = averages = listen = None
+    averages = keep_average = listen = None
     portable = True
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:

@@ -22,6 +22,7 @@ from phalanx.errors import UsageError
 from phalanx.frameworks.torch.arithmetic import FOREACH, spec_of
 from phalanx.frameworks.torch.optimizer import Updates, step_alone
 from phalanx.frameworks.torch.schedules import Named
+from phalanx.plan.rounds import Rounds
 from phalanx.seams.records import Weights
 from phalanx.shared.layout import Spec, StatePiece
 
@@ -52,7 +53,7 @@ class OptimizerState:
         averages: Averages | None = None,
     ) -> None:
         self._updates, self._described = updates, False
-        self._optimizers: list[Any] = [*updates.optimizers, *([] if averages is None else [averages])]
+        self._optimizers: list[Any] = [*updates.optimizers, *filter(None, [averages])]
         self._parameters = parameters
         self._pieces = pieces
         holders: dict[tuple[int, int], Holder] = {}
@@ -150,13 +151,15 @@ class Averages:
     Parameters
     ----------
     named : sequence of (str, torch.nn.Parameter)
+    rounds : Rounds
+        Which updates end a step.
     decay : float
     start : mapping of str to torch.Tensor, or None
         What it goes on from; None: the weights after the first step are the average.
     """
 
-    def __init__(self, named: Named, decay: float, start: Weights | None) -> None:
-        self._named, self._decay = named, decay
+    def __init__(self, named: Named, rounds: Rounds, decay: float, start: Weights | None) -> None:
+        self._named, self._rounds, self._decay = named, rounds, decay
         self.param_groups = [{"params": [parameter for _, parameter in named]}]
         self.state = defaultdict[Any, dict[str, torch.Tensor]](dict)
         if start is not None:
@@ -165,8 +168,10 @@ class Averages:
             for name, each in named:
                 self.state[each][AVERAGED] = start[name].to(each.device, copy=True)
 
-    def step(self) -> None:
-        """Add the weights to the average."""
+    def step(self, update: int) -> None:
+        """Once all phases of a step are done, add the weights to the average."""
+        if not self._rounds.at(update).last:
+            return
         with torch.no_grad():
             if not self.state:
                 self.state.update({each: {AVERAGED: each.detach().clone()} for _, each in self._named})

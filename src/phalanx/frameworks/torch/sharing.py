@@ -34,6 +34,7 @@ from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.gradient import Collector
 from phalanx.frameworks.torch.results import Shown
 from phalanx.plan.fold import Placement
+from phalanx.plan.rounds import Rounds
 from phalanx.seams import Arrays, Places
 from phalanx.seams.records import Exported, Weights
 from phalanx.shared.layout import Contents, Layout, Spec, StatePiece, Take, lay_out
@@ -60,7 +61,7 @@ class Sharing:
     devices: Sequence[str]
     movable: bool
     arrays: Arrays = arithmetic
-    averaging: tuple[float, Weights | None] | None = None
+    averages: Averages | None = None
     listen: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,10 +82,8 @@ class Sharing:
         """Those of the model."""
         return list(self.model.parameters())
 
-    @functools.cached_property
-    def averages(self) -> Averages | None:
-        """The average that is kept beside the state; made when it is first asked for."""
-        return None if self.averaging is None else Averages(self.updates.named, *self.averaging)
+    def keep_average(self, rounds: Rounds, decay: float, start: Weights | None = None) -> None:
+        self.averages = Averages(self.updates.named, rounds, decay, start)
 
     def lay_out(self, placement: Placement, take: Take, known: Contents | None = None) -> Layout:
         check_no_global_hooks()
