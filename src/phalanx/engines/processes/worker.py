@@ -114,7 +114,7 @@ class Worker:
         self._shard = kind(self._framework.sharing, plan.layout, arena, memories.base, self._number)
         station = Station(self._framework, self._shard, plan, self._placement, arena, self._barrier)
         average = None if setup["averaging"] is None else self._average
-        self._link: Link = linked(station, memories.meeting, setup, average)
+        self._link: Link = linked(station, memories, setup, average)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Go to the beginning of a step, with the state in the arena and the options in ``orders``."""

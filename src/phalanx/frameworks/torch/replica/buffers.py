@@ -19,8 +19,9 @@ is found out, and decided, on the device, for all buffers of a dtype together: a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -55,6 +56,8 @@ class Buffers:
 
     Attributes
     ----------
+    of_loss : dict of int to torch.Tensor
+        What a loss over the whole batch wrote in this step, by number.
     told : float
         A checksum of what the last update wrote into buffers, for workers to compare; 0 where none was seen here.
     """
@@ -68,6 +71,7 @@ class Buffers:
         self._remote = any(tensor.device.type != "cpu" for tensor in self.tensors)  # looking at bytes would wait
         self._checked = False
         self._prepared: Left | None = None
+        self.of_loss: dict[int, torch.Tensor] = {}
         self.begin_here()
         rules, paths = rules or {}, self.paths
         for wanted in rules:
@@ -106,7 +110,7 @@ class Buffers:
 
     def expect(self) -> None:
         """Another worker settles the step's start: look there before the next forward pass."""
-        self._dirty, self.told = bool(self._places), 0.0
+        self._dirty, self.told, self.of_loss = bool(self._places), 0.0, {}
 
     def begin(self) -> None:
         """Announce a forward pass: it starts from the step's start."""
@@ -165,23 +169,68 @@ class Buffers:
         """
         if not self._places:
             return
-        columns = list(zip(*(left for _, left in replicas), strict=True))
         if count in LOOKED or "refuse" in self._rules:
-            self._look(count, columns)
+            self._look(count, list(zip(*(left for _, left in replicas), strict=True)))
         if self._remote:
             settled, self._prepared = self._prepared or self._settled(replicas), None
+            settled = self._after_loss(settled)
             copy_all(zip(self.starts, settled, strict=True))
             self._dirty = True
             if not later:
                 self.restore()
             return
-        weights = share_weights([samples for samples, _ in replicas])
-        for start, column, mean in zip(self.starts, columns, self._means, strict=True):
-            value = mean_of(column, weights) if mean and not _alike(column) else column[0]
+        for start, value in zip(self.starts, self._after_loss(self._mean(replicas)), strict=True):
             if value is not start:
                 start.copy_(value)
         self._write()
         self._dirty = False
+
+    def _mean(self, replicas: Sequence[tuple[int, Left]]) -> Left:
+        """The settled buffers in host memory; some are the step's start itself, or a replica's."""
+        weights = share_weights([samples for samples, _ in replicas])
+        columns = zip(*(left for _, left in replicas), strict=True)
+        return [
+            mean_of(column, weights) if mean and not _alike(column) else column[0]
+            for column, mean in zip(columns, self._means, strict=True)
+        ]
+
+    def _after_loss(self, settled: Left) -> Left:
+        """What a loss over the whole batch wrote stands in place of what was settled."""
+        written, self.of_loss = self.of_loss, {}
+        return [written.get(number, value) for number, value in enumerate(settled)]
+
+    @contextlib.contextmanager
+    def shown(self, replicas: Sequence[tuple[int, Left]]) -> Iterator[None]:
+        """Inside, the model has the buffers as these replicas left them, settled: a loss over the batch may write them.
+
+        What it writes is what ``settle`` comes to. The model gets other tensors meanwhile: the graph of a forward pass
+        may hold its own, and those must not be written before the backward pass.
+        """
+        settled = self._settled(replicas) if self._remote else self._mean(replicas)
+        tensors = [tensor for tensor, start in zip(self._tensors, self._start, strict=True) if start is not None]
+        clones = {id(tensor): value.clone() for tensor, value in zip(tensors, settled, strict=True)}
+        given = [clones[id(tensor)] for tensor in tensors]  # one buffer of two modules stays one
+        values, before = iter(given), [(module, name, module._buffers[name]) for _, module, name in self._places]
+        versions = [value._version for value in given]
+        for (_, module, name), start in zip(self._places, self._start, strict=True):
+            module._buffers[name] = None if start is None else next(values)
+        try:
+            yield
+            pairs = zip(self._places, self._start, strict=True)
+            now = [module._buffers.get(name) for (_, module, name), start in pairs if start is not None]
+            facts = zip(self.paths, settled, given, versions, now, strict=True)
+            for number, (path, was, mine, version, value) in enumerate(facts):
+                if value is None or (value.shape, value.dtype) != (was.shape, was.dtype):
+                    raise UsageError(
+                        f"buffer {path!r} went from {_spell(was)} to {_spell(value)} in loss_fn, but buffers must keep "
+                        "shape and dtype; create it in __init__ as it is to be"
+                    )
+                moved = value is not mine or value._version != version
+                if moved if self._remote else not same_bytes(value.detach(), was):
+                    self.of_loss[number] = value.detach().clone()
+        finally:
+            for module, name, tensor in before:
+                module._buffers[name] = tensor
 
     def prepare(self, replicas: Sequence[tuple[int, Left]] | None) -> None:
         """Begin to settle on a device, before it is known whether the step counts; ``settle`` takes what came of it."""
