@@ -80,8 +80,8 @@ def propose(
 ) -> Proposal:
     """Compute step ``t``, or update ``t`` if steps have phases: gradients of the replicas, fold, screen.
 
-    ``gradients`` and ``over_batch`` take the place of the framework's. ``compare`` is called when all replicas are computed everywhere,
-    and nothing is folded yet.
+    ``gradients`` and ``over_batch`` take the place of the framework's. ``compare`` is called when all replicas are
+    computed everywhere, and nothing is folded yet.
 
     Raises
     ------

@@ -92,19 +92,6 @@ def test_refused(name):
     assert [text for text in wanted if text not in str(caught.value)] == []
 
 
-@pytest.mark.long
-def test_user_errors_have_an_address():
-    """What forward_fn raises names step, replica and samples, and carries the state."""
-
-    def forward(params, x):
-        raise KeyError("weights")
-
-    with pytest.raises(phalanx.WorkerError, match="step 0, replica 0") as caught:
-        go(forward_fn=forward)
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert caught.value.result.steps == 0
-
-
 POISONED = (np.where(np.arange(20)[:, None] == 7, np.nan, X).astype(np.float32), Y)
 
 

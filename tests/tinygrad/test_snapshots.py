@@ -55,31 +55,6 @@ def test_what_is_lost_is_noticed(tmp_path, wanted, monkeypatch):
     assert recipe().train(run_dir=tmp_path).digest != wanted.digest
 
 
-DRIVER = """
-import os, signal
-from tests.tinygrad.test_snapshots import TWO, recipe
-from tinygrad import helpers
-helpers.DEV.value = "CPU"
-with recipe().start(devices=TWO, run_dir={run_dir!r}, snapshot_every=1) as run:
-    for report in run:
-        if report.step == 2:
-            run.result()
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.long
-def test_a_process_that_is_killed(tmp_path, wanted):
-    """SIGKILL in the third step on two devices: the same call again, on one, ends in the same bits."""
-    environment = os.environ | {"CC": CLANG or ""}
-    code = DRIVER.format(run_dir=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, timeout=500)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    resumed = recipe().train(run_dir=tmp_path)
-    assert resumed.resumed_from in (2, 3)
-    assert resumed.digest == wanted.digest
-
-
 @pytest.mark.long
 def test_a_stream(tmp_path):
     """A stream has the bits of its samples in order: on two devices, and resumed."""

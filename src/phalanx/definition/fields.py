@@ -21,6 +21,10 @@ from phalanx.errors import UsageError
 from phalanx.plan.orders import Plan, steps_per_epoch
 from phalanx.plan.rounds import Rounds
 
+WEIGHED = (
+    "loss_fn returned (loss, weight), but with loss_over='batch' it sees the whole batch, and there is nothing to "
+    "weigh it against; return the loss alone"
+)
 EXAMPLE = "phalanx.Phase(loss_fn, parameters='generator', optimizer=make_optimizer)"
 DEFAULT_LR = 1e-3
 DEFAULT_BATCH = 32
@@ -55,7 +59,7 @@ class Phase:
     loss_takes : "output" or "model"
         "output": ``loss_fn(output, target)``, after one forward pass; "model": ``loss_fn(model, batch)``.
     loss_over : "share" or "batch"
-        As the recipe's.
+        As the recipe's: "batch" gives the loss the outputs of all replicas.
     """
 
     loss_fn: Callable[..., Any]

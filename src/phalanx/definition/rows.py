@@ -26,8 +26,8 @@ OF_ROWS = (
     "shape and dtype on all replicas, or a list with an item for each; {}"
 )
 WAYS = {
-    "output": "return such ones from forward_fn: several as a tuple, two views of a sample as two of them; what belongs "
-    "to no sample, as a scale, stays in the model, where loss_takes='model' finds it; pad to one length",
+    "output": "return such ones from forward_fn: several as a tuple, two views of a sample as two of them; what "
+    "belongs to no sample, as a scale, stays in the model, where loss_takes='model' finds it; pad to one length",
     "target": "pass target_fn=lambda batch: ..., which returns what the loss needs, in tensors",
 }
 
@@ -184,4 +184,5 @@ def numpy_unpacked(dtype: str, shape: Sequence[int], memory: memoryview) -> Any:
 def numpy_packed(array: Any) -> Packed:
     """What a numpy array is, or another that numpy can read."""
     own = np.ascontiguousarray(array)
-    return own.dtype.str, own.shape, memoryview(own.reshape(-1).view(np.uint8)) if own.size else b""
+    kind = own.dtype.name if own.dtype.kind == "V" else own.dtype.str  # bfloat16 has no other
+    return kind, own.shape, own.reshape(-1).view(np.uint8).data if own.size else b""

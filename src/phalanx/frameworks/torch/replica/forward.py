@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from phalanx.definition import checks
 from phalanx.definition.data import is_pair, leaves, map_tree, target_of
 from phalanx.definition.evaluation import Metrics
-from phalanx.definition.fields import Definition, Phase
+from phalanx.definition.fields import WEIGHED, Definition, Phase
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
 from phalanx.seams.records import Named, Watch
@@ -136,10 +136,7 @@ class Forward:
         name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         loss, weight, named = _split(name, value)
         if self._over_batch and weight is not None:
-            raise UsageError(
-                "loss_fn returned (loss, weight), but with loss_over='batch' it sees the whole batch, and there is "
-                "nothing to weigh it against; return the loss alone"
-            )
+            raise UsageError(WEIGHED)
         if weight is None and self._tokens is not None:
             weight = self._tokens.weight(value, loss, batch)
         self._check_loss(name, loss, batch, origin)

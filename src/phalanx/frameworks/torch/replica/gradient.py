@@ -96,7 +96,8 @@ class Collector:
         try:
             if isinstance(loss, list):
                 if loss:
-                    torch.autograd.backward(*map(list, zip(*loss, strict=True)), inputs=chosen)
+                    outputs, seeds = zip(*loss, strict=True)
+                    torch.autograd.backward(outputs, seeds, inputs=chosen)
             elif chosen is not None or type(loss) is not torch.Tensor:
                 torch.autograd.backward((loss,), inputs=chosen)
             else:

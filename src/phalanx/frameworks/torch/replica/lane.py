@@ -77,7 +77,7 @@ class Lane:
         ambiguous: AmbiguousMean,
         *,
         later: bool = False,
-        seed: Callable[[int], object] = bool,
+        seed: Callable[[int], Any] = bool,
     ) -> None:
         check_mode(model, definition.modes)
         self.model = model

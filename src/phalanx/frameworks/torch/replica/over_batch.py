@@ -1,7 +1,7 @@
 """A loss over the whole batch: outputs of all replicas in, a gradient for each of their rows out.
 
-Every worker gets the rows of all, and computes the same loss from them: same shapes, same threads, same generators. So
-the loss needs no exchange of its own. A replica goes back from its own rows. With one replica, in one part, its graph is
+Every worker gets the rows of all, and computes the same loss from them: same shapes, threads and generators. So the
+loss needs no exchange of its own. A replica goes back from its own rows. With one replica, in one part, its graph is
 still there; else each part is computed once more, from the same key and buffers (GradCache: Gao et al., 2021). Both
 passes record a graph, though the first one drops it: without, some modules of torch compute by other kernels.
 
@@ -152,14 +152,8 @@ class OverBatch:
         with self._buffers.shown(heard.buffers):
             loss, _, named = self._forwards[phase].of_rows(output, seen)
         trained = [leaf for leaf in self._parameters if leaf.requires_grad] if chosen is None else chosen
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = dict(
-            zip(
-                map(id, [*wanted, *trained]),
-                torch.autograd.grad(loss, [*wanted, *trained], allow_unused=True),
-                strict=True,
-            )
-        )
+        inputs = [leaf for leaf in leaves if leaf.requires_grad] + list(trained)
+        found = dict(zip(map(id, inputs), torch.autograd.grad(loss, inputs, allow_unused=True), strict=True))
         cut = [None if (grad := found.get(id(leaf))) is None else grad.split(heard.samples) for leaf in leaves]
         seeds = {replica: [None if parts is None else parts[at] for parts in cut] for at, replica in enumerate(ran)}
         own = [found.get(id(parameter)) for parameter in self._parameters]
@@ -221,5 +215,5 @@ def _detached(leaf: Any) -> Any:
 def _pack(leaf: Any) -> rows.Packed:
     if not isinstance(leaf, torch.Tensor):
         return rows.numpy_packed(leaf)
-    content = bytes_of(leaf).cpu().numpy() if leaf.numel() else b""
-    return str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), memoryview(content)
+    content = memoryview(bytes_of(leaf).cpu().numpy().data) if leaf.numel() else b""
+    return str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), content
