@@ -38,7 +38,8 @@ LAST = 2  # the update, of those of a phase, in which a queue is refused
 LOOKED = frozenset((*range(LAST + 1), *(10**power for power in range(1, 16))))
 QUEUE = (
     "buffer {0!r} looks like a queue: replicas wrote different values into a part of it, and left the rest as it was. "
-    "Their mean is not what one device would have. Say how it is settled: buffers={{{0!r}: 'first'}} keeps what the "
+    "Their mean is not what one device would have. Let loss_fn write it, which sees the whole batch with "
+    "loss_over='batch' (docs/batch_losses.md). Or say how it is settled: buffers={{{0!r}: 'first'}} keeps what the "
     "first replica wrote, 'mean' averages it; or use replicas=1 (all are part of the answer)"
 )
 
