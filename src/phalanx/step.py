@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -96,7 +96,7 @@ def propose(
         ran = [replica for replica in link.hosted if len(shares[replica].samples)]
         moment, work = definition.rounds.at(t), todo(definition, t, ran, shares)
         of_all = definition.over_batch(moment.phase)
-        wrote = join(framework, link, definition, t, shares, over_batch) if of_all else 0.0
+        wrote = join(framework, link.hosted, link.share, definition, t, shares, over_batch) if of_all else 0.0
         computing, of_replica = (gradients or framework.gradients)(work), {one.replica: one for one in work}
         mine = [
             _part(framework, link, definition, computing, moment, replica, of_replica.get(replica))
@@ -128,7 +128,8 @@ def propose(
 
 def join(
     framework: Framework,
-    link: Joint,
+    hosted: Sequence[int],
+    exchange: Callable[[Iterable[bytes]], list[bytes]],
     definition: Definition,
     t: int,
     shares: Sequence[Share],
@@ -143,11 +144,9 @@ def join(
     """
     moment = definition.rounds.at(t)
     ran = [replica for replica, share in enumerate(shares) if len(share.samples)]
-    work = todo(definition, t, [replica for replica in link.hosted if replica in ran], shares)
+    work = todo(definition, t, [replica for replica in hosted if replica in ran], shares)
     outputs = framework.outputs(work)
-    said = link.share(
-        compute(outputs, moment, replica, shares[replica]) if replica in ran else b"" for replica in link.hosted
-    )
+    said = exchange(compute(outputs, moment, replica, shares[replica]) if replica in ran else b"" for replica in hosted)
     if not work:  # only user code knows the types of containers, as of a model's output
         compute(framework.outputs(todo(definition, t, ran[:1], shares)), moment, ran[0], shares[ran[0]])
     try:
@@ -164,28 +163,10 @@ def join(
         ) from error
 
 
-class Joint(Protocol):
-    """What ``join`` needs of a link."""
-
-    @property
-    def hosted(self) -> Sequence[int]: ...
-    def share(self, said: Iterable[bytes]) -> list[bytes]: ...
-
-
-class Everyone:
-    """Implements ``Joint`` where replicas are computed apart from a step: all in this process."""
-
-    def __init__(self, definition: Definition) -> None:
-        self.hosted = range(definition.replicas)
-
-    def share(self, said: Iterable[bytes]) -> list[bytes]:
-        return list(said)
-
-
 def prepare(framework: Framework, definition: Definition, t: int, shares: Sequence[Share]) -> None:
     """Before replicas of step ``t`` are computed apart from a step: compute what they need of others here."""
     if definition.over_batch(definition.rounds.at(t).phase):
-        join(framework, Everyone(definition), definition, t, shares)
+        join(framework, range(definition.replicas), list, definition, t, shares)
 
 
 def whole(parts: Sequence[Part]) -> tuple[list[Part], float]:

@@ -32,6 +32,50 @@ WAYS = {
 }
 
 
+class Rows:
+    """What one framework's replicas say, and what comes of it.
+
+    Parameters
+    ----------
+    pack : callable
+        ``pack(array)``: its dtype, shape and bytes.
+    unpack : callable
+        ``unpack(dtype, shape, bytes)``: such an array again.
+
+    Attributes
+    ----------
+    ran : list of int
+        The replicas that said something.
+    samples : list of int
+        How many each of those has.
+    """
+
+    def __init__(self, pack: Callable[[Any], Packed], unpack: Callable[[str, Sequence[int], memoryview], Any]) -> None:
+        self._pack, self._unpack = pack, unpack
+        self._forms: tuple[Any, Any] = None, None  # an output and a target, as user code made them
+        self.ran, self.samples = list[int](), list[int]()
+
+    def said(self, outputs: Sequence[Any], targets: Sequence[Any], samples: Sequence[int], beside: Any = ()) -> bytes:
+        """What a replica says of its parts; ``beside``: a tree that the others get as it is."""
+        self._forms = outputs[0], targets[0]
+        return encoded([sum(samples), *self._stacked(outputs, targets, samples), beside], self._pack)
+
+    def heard(self, said: Sequence[bytes]) -> tuple[Any, Any, list[Any]]:
+        """Output and target of the whole batch, and what was said ``beside`` them; from the texts of all R."""
+        self.ran = [replica for replica, text in enumerate(said) if text]
+        columns = zip(*(decoded(said[replica], self._unpack) for replica in self.ran), strict=True)
+        self.samples, outputs, targets, beside = map(list, columns)
+        return *self._stacked(outputs, targets, self.samples), beside
+
+    def dealt(self, parts: Sequence[Any]) -> dict[int, list[Any]]:
+        """By replica its part of each; ``parts``: for each array that of each replica that ran, or None."""
+        return {replica: [None if each is None else each[at] for each in parts] for at, replica in enumerate(self.ran)}
+
+    def _stacked(self, outputs: Sequence[Any], targets: Sequence[Any], samples: Sequence[int]) -> tuple[Any, Any]:
+        output = stacked(outputs, samples, "output", self._forms[0])
+        return output, stacked(targets, samples, "target", self._forms[1])
+
+
 def encoded(trees: Sequence[Any], pack: Callable[[Any], Packed]) -> bytes:
     """Trees as bytes; ``pack`` says what an array is.
 
@@ -116,13 +160,9 @@ def _stacked(trees: Sequence[Any], samples: Sequence[int], name: str, form: Any,
     if isinstance(first, Mapping):
         if any(not isinstance(tree, Mapping) or tree.keys() != first.keys() for tree in trees):
             _refuse(trees, samples, name, ways)
-        return like(
-            form,
-            {
-                key: _stacked([tree[key] for tree in trees], samples, f"{name}[{key!r}]", form[key], ways)
-                for key in first
-            },
-        )
+        columns = {key: [tree[key] for tree in trees] for key in first}
+        items = columns.items()
+        return like(form, {key: _stacked(of, samples, f"{name}[{key!r}]", form[key], ways) for key, of in items})
     if isinstance(first, (tuple, list)):
         if any(not isinstance(tree, (tuple, list)) for tree in trees):
             _refuse(trees, samples, name, ways)

@@ -6,7 +6,6 @@ a replica goes back from its own.
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class OverBatch:
     ) -> None:
         self._parts, self._forward = definition.micro_batches, forward
         self._batch, self._begin, self._add = batch, begin, add
-        self._form: tuple[Any, Any] = None, None  # an output and a target, as user code made them
+        self._rows = rows.Rows(rows.numpy_packed, rows.numpy_unpacked)
         self._kept: tuple[int, Pass] | None = None
         self._loss = 0.0
         self._seeds: dict[int, list[Any]] = {}
@@ -70,25 +69,19 @@ class OverBatch:
         for number, piece in enumerate(self._pieces(one.share)):
             batch, passed = self._passed(one, number, piece, state)
             state = passed.state
-            outputs.append(passed.output)
-            targets.append(self._forward.target(batch))
+            outputs.append(jax.tree.map(_read, passed.output))
+            targets.append(jax.tree.map(_read, self._forward.target(batch)))
             counts.append(len(piece.samples))
             self._kept = (one.replica, passed) if keep else None
-        self._form = outputs[0], targets[0]
-        read, known = ([jax.tree.map(_read, each) for each in column] for column in (outputs, targets))
-        return rows.encoded([sum(counts), *self._stacked(read, known, counts)], rows.numpy_packed)
+        return self._rows.said(outputs, targets, counts)
 
     def compute(self, said: Sequence[bytes]) -> int:
         """The loss from what all replicas said; returns a checksum of it."""
-        ran = [replica for replica, text in enumerate(said) if text]
-        heard = [rows.decoded(said[replica], rows.numpy_unpacked) for replica in ran]
-        samples = [count for count, _, _ in heard]
-        output, target = self._stacked([each for _, each, _ in heard], [each for _, _, each in heard], samples)
+        output, target, _ = self._rows.heard(said)
         loss, gradient = self._forward.of_rows(output, target)
-        ends = np.cumsum(samples)[:-1]
-        cut = [np.split(np.asarray(leaf), ends) for leaf in jax.tree.leaves(gradient)]
+        ends = np.cumsum(self._rows.samples)[:-1]
         self._loss = float(loss)
-        self._seeds = {replica: [parts[at] for parts in cut] for at, replica in enumerate(ran)}
+        self._seeds = self._rows.dealt([np.split(np.asarray(leaf), ends) for leaf in jax.tree.leaves(gradient)])
         return zlib.crc32(np.asarray(loss).tobytes())
 
     def gradient(self, one: Todo) -> Computed:
@@ -119,20 +112,11 @@ class OverBatch:
         part = number if self._parts > 1 else None
         return batch, Pass(*self._forward.passed(self._begin(one.replica)[0], batch, one.key, part, state))
 
-    def _stacked(self, outputs: Sequence[Any], targets: Sequence[Any], samples: Sequence[int]) -> tuple[Any, Any]:
-        output = rows.stacked(outputs, samples, "output", self._form[0])
-        return output, rows.stacked(targets, samples, "target", self._form[1])
-
 
 def _read(leaf: Any) -> Any:
     return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
-@functools.lru_cache(64)
-def _zeros(shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, jax.dtypes.float0)
-
-
 def _nothing(leaf: Any) -> np.ndarray:
     """The gradient of what has none."""
-    return _zeros(tuple(leaf.shape))
+    return np.zeros(leaf.shape, jax.dtypes.float0)

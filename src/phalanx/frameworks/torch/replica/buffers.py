@@ -207,31 +207,25 @@ class Buffers:
         What it writes is what ``settle`` comes to. The model gets other tensors meanwhile: the graph of a forward pass
         may hold its own, and those must not be written before the backward pass.
         """
-        settled = self._settled(replicas) if self._remote else self._mean(replicas)
-        tensors = [tensor for tensor, start in zip(self._tensors, self._start, strict=True) if start is not None]
-        clones = {id(tensor): value.clone() for tensor, value in zip(tensors, settled, strict=True)}
-        given = [clones[id(tensor)] for tensor in tensors]  # one buffer of two modules stays one
-        values, before = iter(given), [(module, name, module._buffers[name]) for _, module, name in self._places]
-        versions = [value._version for value in given]
-        for (_, module, name), start in zip(self._places, self._start, strict=True):
-            module._buffers[name] = None if start is None else next(values)
+        kept = self._tensors, self._start, [module._buffers[name] for _, module, name in self._places]
+        values = iter(self._settled(replicas) if self._remote else self._mean(replicas))
+        self._start = [None if start is None else next(values) for start in self._start]
+        clones = {
+            id(tensor): start.clone() for tensor, start in zip(kept[0], self._start, strict=True) if start is not None
+        }
+        self._tensors = [clones.get(id(tensor)) for tensor in kept[0]]  # one buffer of two modules stays one
         try:
+            self._place(self._tensors)
             yield
-            pairs = zip(self._places, self._start, strict=True)
-            now = [module._buffers.get(name) for (_, module, name), start in pairs if start is not None]
-            facts = zip(self.paths, settled, given, versions, now, strict=True)
-            for number, (path, was, mine, version, value) in enumerate(facts):
-                if value is None or (value.shape, value.dtype) != (was.shape, was.dtype):
-                    raise UsageError(
-                        f"buffer {path!r} went from {_spell(was)} to {_spell(value)} in loss_fn, but buffers must keep "
-                        "shape and dtype; create it in __init__ as it is to be"
-                    )
-                moved = value is not mine or value._version != version
-                if moved if self._remote else not same_bytes(value.detach(), was):
-                    self.of_loss[number] = value.detach().clone()
+            left = zip(self.left("loss_fn"), self.starts, strict=True)
+            self.of_loss = {number: value for number, (value, start) in enumerate(left) if value is not start}
         finally:
-            for module, name, tensor in before:
-                module._buffers[name] = tensor
+            self._tensors, self._start, before = kept
+            self._place(before)
+
+    def _place(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        for (_, module, name), tensor in zip(self._places, tensors, strict=True):
+            module._buffers[name] = tensor
 
     def prepare(self, replicas: Sequence[tuple[int, Left]] | None) -> None:
         """Begin to settle on a device, before it is known whether the step counts; ``settle`` takes what came of it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,16 +53,6 @@ class Outcome:
     last: int
 
 
-@dataclass
-class Heard:
-    """What all replicas said: trees of outputs and of what the loss takes, and buffers that forward left."""
-
-    samples: list[int] = field(default_factory=list[int])
-    outputs: list[Any] = field(default_factory=list[Any])
-    seen: list[Any] = field(default_factory=list[Any])
-    buffers: list[tuple[int, Left]] = field(default_factory=list[tuple[int, Left]])
-
-
 class OverBatch:
     """Computes a model's loss over the whole batch.
 
@@ -98,7 +88,7 @@ class OverBatch:
         self._parameters = parameters
         self._device = parameters[0].device
         self._parts = definition.micro_batches
-        self._forms: tuple[Any, Any] | None = None  # an output and a target, as user code made them
+        self._rows = rows.Rows(_pack, self._unpack)
         self._kept: tuple[int, list[torch.Tensor], Left] | None = None
         self.outcome: Outcome | None = None
 
@@ -118,46 +108,33 @@ class OverBatch:
             outputs.append(output if keep else map_tree(_detached, output))
             seen.append(target)
             counts.append(len(piece.samples))
-        self._forms = outputs[0], seen[0]
         left = self._buffers.left()
         if keep:
             self._kept = one.replica, rows.leaves_of(outputs[0]), left
         changed = [None if value is start else value for value, start in zip(left, self._buffers.starts, strict=True)]
-        trees = [sum(counts), *self._joined(outputs, seen, counts), changed]
-        return rows.encoded(trees, _pack)
-
-    def _joined(self, outputs: Sequence[Any], seen: Sequence[Any], counts: Sequence[int]) -> tuple[Any, Any]:
-        assert self._forms is not None
-        output = rows.stacked([map_tree(_detached, each) for each in outputs], counts, "output", self._forms[0])
-        return output, rows.stacked(seen, counts, "target", self._forms[1])
+        return self._rows.said([map_tree(_detached, each) for each in outputs], seen, counts, changed)
 
     def compute(self, said: Sequence[bytes], key: int, phase: int, chosen: Sequence[torch.Tensor] | None) -> int:
         """The loss from what all replicas said; returns a checksum of it, and of what it wrote into buffers."""
-        heard, ran = Heard(), [replica for replica, text in enumerate(said) if text]
-        for replica in ran:
-            samples, output, seen, changed = rows.decoded(said[replica], self._unpack)
-            heard.samples.append(samples)
-            heard.outputs.append(output)
-            heard.seen.append(seen)
-            starts = self._buffers.starts
-            left = [start if value is None else value for start, value in zip(starts, changed, strict=True)]
-            heard.buffers.append((samples, left))
-        output, seen = self._joined(heard.outputs, heard.seen, heard.samples)
+        output, seen, beside = self._rows.heard(said)
+        starts, samples = self._buffers.starts, self._rows.samples
+        lefts = [
+            [mine if value is None else value for mine, value in zip(starts, each, strict=True)] for each in beside
+        ]
         leaves = [leaf for leaf in rows.leaves_of(output) if isinstance(leaf, torch.Tensor)]
         for leaf in leaves:
             if leaf.is_floating_point() or leaf.is_complex():
                 leaf.requires_grad_()
         self._seed(key)
-        self._buffers.of_loss = {}
-        with self._buffers.shown(heard.buffers):
+        with self._buffers.shown(list(zip(samples, lefts, strict=True))):
             loss, _, named = self._forwards[phase].of_rows(output, seen)
-        trained = [leaf for leaf in self._parameters if leaf.requires_grad] if chosen is None else chosen
-        inputs = [leaf for leaf in leaves if leaf.requires_grad] + list(trained)
+        inputs = [leaf for leaf in leaves if leaf.requires_grad]
+        inputs += [leaf for leaf in self._parameters if leaf.requires_grad] if chosen is None else chosen
         found = dict(zip(map(id, inputs), torch.autograd.grad(loss, inputs, allow_unused=True), strict=True))
-        cut = [None if (grad := found.get(id(leaf))) is None else grad.split(heard.samples) for leaf in leaves]
-        seeds = {replica: [None if parts is None else parts[at] for parts in cut] for at, replica in enumerate(ran)}
+        gradients = [found.get(id(leaf)) for leaf in leaves]
+        seeds = self._rows.dealt([None if grad is None else grad.split(samples) for grad in gradients])
         own = [found.get(id(parameter)) for parameter in self._parameters]
-        self.outcome = Outcome(loss.detach().reshape(()), named, seeds, own, ran[-1])
+        self.outcome = Outcome(loss.detach().reshape(()), named, seeds, own, self._rows.ran[-1])
         written = self._buffers.of_loss
         facts = [*written, checksum(list(written.values()))]
         if self._device.type == "cpu":  # others would be waited for
