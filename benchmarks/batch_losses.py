@@ -1,4 +1,4 @@
-"""A loss over the whole batch (SimCLR's NT-Xent) sees a replica's share only: its value in step 0 for R = 1, 2 and 4.
+"""A loss over the whole batch (SimCLR's NT-Xent) in step 0, for R = 1, 2 and 4: of shares, and with loss_over="batch".
 
 python benchmarks/batch_losses.py
 """
@@ -19,20 +19,28 @@ def make_model():
     )  # fmt: skip
 
 
-def nt_xent(model, batch):
-    """Two noisy views of each image. Each view has to find the other one among all views that the loss sees."""
+def views(model, batch):
+    """Two noisy views of each image."""
     (images,) = batch
-    views = torch.cat([images + torch.randn_like(images), images + torch.randn_like(images)])
-    points = F.normalize(model(views), dim=1)
+    noisy = torch.stack([images + torch.randn_like(images), images + torch.randn_like(images)], 1)
+    return F.normalize(model(noisy.flatten(0, 1)), dim=1).unflatten(0, (len(images), 2))
+
+
+def nt_xent(output, target):
+    """Each view has to find the other one among all views that the loss sees."""
+    points = output.transpose(0, 1).flatten(0, 1)
     alike = points @ points.T / TEMPERATURE
-    alike.fill_diagonal_(-float("inf"))
-    return F.cross_entropy(alike, torch.arange(2 * len(images)).roll(len(images)))
+    alike = alike.masked_fill(torch.eye(len(points), dtype=torch.bool), -float("inf"))
+    return F.cross_entropy(alike, torch.arange(len(points)).roll(len(output)))
 
 
 if __name__ == "__main__":
     data = (torch.rand(SAMPLES, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
     for replicas in (1, 2, 4):
-        recipe = phalanx.Recipe(
-            make_model, data, nt_xent, loss_takes="model", replicas=replicas, batch_size=BATCH, steps=1
-        )
-        print(f"R = {replicas}: {recipe.train(engine='inline', progress=False).loss:.2f}")
+        losses = []
+        for over in ("share", "batch"):
+            recipe = phalanx.Recipe(
+                make_model, data, nt_xent, forward_fn=views, loss_over=over, replicas=replicas, batch_size=BATCH, steps=1
+            )
+            losses.append(recipe.train(engine="inline", progress=False).loss)
+        print(f"R = {replicas}: {losses[0]:.2f} of shares, {losses[1]:.2f} over the batch")

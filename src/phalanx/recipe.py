@@ -113,6 +113,10 @@ class Recipe(Definition):
         in ``{"queue": "first"}``. "mean": averaged; "first": as the first replica left it; "refuse": an error. The
         first name that matches counts. Others: the mean, if floating, else the first. BatchNorm's need nothing. For
         torch.
+    loss_over : "share" or "batch"
+        "batch": ``loss_fn`` sees the outputs and targets of the whole batch, as contrastive losses need it
+        (``docs/batch_losses.md``): tensors, or trees of them, with a row for each sample. ``loss_fn(output, target)``
+        returns one loss, and with ``loss_takes="model"`` it is ``loss_fn(model, output, batch)``. For torch and jax.
 
     Raises
     ------

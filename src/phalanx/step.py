@@ -11,9 +11,11 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import numpy as np
 
 from phalanx.definition import checks, generators
 from phalanx.definition.data import Columns, Share, spelled
@@ -21,7 +23,7 @@ from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.plan.fold import fold_values
-from phalanx.plan.keys import replica_key
+from phalanx.plan.keys import loss_key, replica_key
 from phalanx.plan.rounds import Moment
 from phalanx.plan.shares import share_weights
 from phalanx.seams import Arithmetic, Framework, Link
@@ -30,6 +32,7 @@ from phalanx.surroundings import interrupts
 from phalanx.surroundings.presence import CURRENT
 
 T = TypeVar("T")
+OverBatch = Callable[[Sequence[bytes], int, int], float]  # what all said, a key, a phase
 ABSENT = Part(0.0, 0.0, returned=False, samples=0)
 UNCOUNTED = (
     "every replica of {} has weight 0: loss_fn counted nothing to average over in the whole batch; nothing was "
@@ -73,11 +76,12 @@ def propose(
     shares: Sequence[Share],
     gradients: Callable[..., Iterator[Computed]] | None = None,
     compare: Callable[[], None] | None = None,
+    over_batch: OverBatch | None = None,
 ) -> Proposal:
     """Compute step ``t``, or update ``t`` if steps have phases: gradients of the replicas, fold, screen.
 
-    ``gradients`` takes the place of the framework's. ``compare`` is called when all replicas are computed everywhere,
-    and nothing is folded yet.
+    ``gradients`` and ``over_batch`` take the place of the framework's. ``compare`` is called when all replicas are
+    computed everywhere, and nothing is folded yet.
 
     Raises
     ------
@@ -91,20 +95,24 @@ def propose(
     try:
         ran = [replica for replica in link.hosted if len(shares[replica].samples)]
         moment, work = definition.rounds.at(t), todo(definition, t, ran, shares)
+        of_all = definition.over_batch(moment.phase)
+        wrote = join(framework, link.hosted, link.share, definition, t, shares, over_batch) if of_all else 0.0
         computing, of_replica = (gradients or framework.gradients)(work), {one.replica: one for one in work}
         mine = [
             _part(framework, link, definition, computing, moment, replica, of_replica.get(replica))
             for replica in link.hosted
         ]
-        parts = link.all_gather(mine)
+        parts = link.all_gather([part._replace(wrote=wrote) for part in mine] if of_all else mine)
         if compare is not None:
             compare()
         check_consistent(parts, framework.written)
         weight = total_weight(parts)
         if weight is None and definition.on_nonfinite != "skip":
             raise RunError(UNCOUNTED.format(moment), step=moment.step)
-        gradient = link.mean(weight or 1.0)
+        gradient = link.mean(1.0 if of_all else weight or 1.0)
         norm, parts = link.norm(gradient, parts)
+        if of_all:
+            parts, weight = whole(parts)
         loss, norm = (mean_loss(parts, weight), norm) if weight else (math.nan, math.nan)
         accepted = definition.on_nonfinite == "ignore" or _finite(framework.arithmetic, link, loss, norm, gradient)
         if not accepted and definition.on_nonfinite == "stop":
@@ -116,6 +124,54 @@ def propose(
         CURRENT.step = None
     flat_parts = [value for part in parts for value in (part.loss, part.weight)]
     return Proposal(loss, norm, gradient, accepted, flat_parts, named_means(parts) if parts[0].named else {})
+
+
+def join(
+    framework: Framework,
+    hosted: Sequence[int],
+    exchange: Callable[[Iterable[bytes]], list[bytes]],
+    definition: Definition,
+    t: int,
+    shares: Sequence[Share],
+    over_batch: OverBatch | None = None,
+) -> float:
+    """Compute a loss over the whole batch: outputs here, the exchange of all, and the loss, alike in every worker.
+
+    Raises
+    ------
+    WorkerError
+        User code raised.
+    """
+    moment = definition.rounds.at(t)
+    ran = [replica for replica, share in enumerate(shares) if len(share.samples)]
+    work = todo(definition, t, [replica for replica in hosted if replica in ran], shares)
+    outputs = framework.outputs(work)
+    said = exchange(compute(outputs, moment, replica, shares[replica]) if replica in ran else b"" for replica in hosted)
+    if not work:  # only user code knows the types of containers, as of a model's output
+        compute(framework.outputs(todo(definition, t, ran[:1], shares)), moment, ran[0], shares[ran[0]])
+    try:
+        with interrupts.user_code():
+            key = loss_key(definition.seed, moment.step, moment.phase)
+            return (over_batch or framework.over_batch)(said, key, moment.phase)
+    except PhalanxError as error:
+        error.add_note(f"at {moment}, in the loss over the whole batch")
+        raise
+    except Exception as error:
+        raise WorkerError(
+            f"{type(error).__name__} in user code at {moment}, in the loss over the whole batch: {spelled(error)}",
+            step=moment.step,
+        ) from error
+
+
+def prepare(framework: Framework, definition: Definition, t: int, shares: Sequence[Share]) -> None:
+    """Before replicas of step ``t`` are computed apart from a step: compute what they need of others here."""
+    if definition.over_batch(definition.rounds.at(t).phase):
+        join(framework, range(definition.replicas), list, definition, t, shares)
+
+
+def whole(parts: Sequence[Part]) -> tuple[list[Part], float]:
+    """The parts of a step whose loss is over the whole batch, and their weight: one has it all, the others nothing."""
+    return [part if number == 0 else ABSENT for number, part in enumerate(parts)], 1.0
 
 
 def commit(framework: Framework, link: Link, t: int, proposal: Proposal) -> None:
@@ -170,6 +226,12 @@ def check_consistent(parts: Sequence[Part], written: Sequence[str] = ()) -> None
         raise UsageError(
             f"the optimizer or its step hook wrote buffers ({', '.join(written)}), and workers came to different "
             "values; what it writes must follow from weights, buffers and gradients, not from a process or a clock"
+        )
+    if len({part.wrote for part in parts if part.samples}) > 1:
+        raise UsageError(
+            "workers came to different losses of one batch, or wrote different values into buffers in loss_fn, which "
+            "sees the outputs of all replicas (loss_over='batch'); nothing was updated. What it computes must follow "
+            "from its arguments and the model, not from a process, a clock, or what it keeps elsewhere"
         )
     for replica, part in enumerate(parts):
         if part.options != parts[0].options:
@@ -240,7 +302,7 @@ def following(
     return todo(definition, t, [replica for replica in hosted if len(shares[replica].samples)], shares)
 
 
-def compute(computing: Iterator[Computed], moment: Moment, replica: int, share: Share) -> Computed:
+def compute(computing: Iterator[T], moment: Moment, replica: int, share: Share) -> T:
     """What one replica computes at this moment; what user code raises becomes a WorkerError with the address."""
     try:
         with interrupts.user_code():
@@ -300,13 +362,16 @@ def blame(
         if what is None and not framework.arithmetic.finite(computed.gradient):
             what = "the gradient has values that are not finite"
         if what is not None:
+            of_all = definition.over_batch(moment.phase) and not math.isfinite(loss)
+            samples = np.concatenate([each.samples for each in shares]) if of_all else share.samples
+            where = "" if of_all else f"replica {replica}, "
             return NonFiniteError(
-                f"{what} at {moment}, replica {replica}, samples {spell_samples(share.samples)}; nothing was updated. "
+                f"{what} at {moment}, {where}samples {spell_samples(samples)}; nothing was updated. "
                 "Look at these samples, lower the learning rate or set max_norm; on_nonfinite='skip' goes on without "
                 "such steps",
                 step=moment.step,
-                replica=replica,
-                samples=share.samples,
+                replica=None if of_all else replica,
+                samples=samples,
             )
     return NonFiniteError(
         f"the mean loss or gradient of {moment} is not finite, though no replica's is that was computed here, computed "

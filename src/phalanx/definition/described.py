@@ -29,7 +29,7 @@ from phalanx.errors import VALUE_CHARACTERS, shortened
 FORMAT = 4
 CODE = ("make_model", "data", "loss_fn", "forward_fn", "target_fn", "collate_fn", "batch_sampler")
 OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are options
-PHASE = ("name", "chosen", "every", "loss_takes")
+PHASE = ("name", "chosen", "every", "loss_takes", "loss_over")
 # A finished run can be extended by steps and epochs; the others are described in their own way.
 ELSEWHERE = ("steps", "epochs", "phases", "weights", *CODE, *OPTIONS)
 MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes

@@ -21,6 +21,10 @@ from phalanx.errors import UsageError
 from phalanx.plan.orders import Plan, steps_per_epoch
 from phalanx.plan.rounds import Rounds
 
+WEIGHED = (
+    "loss_fn returned (loss, weight), but with loss_over='batch' it sees the whole batch, and there is nothing to "
+    "weigh it against; return the loss alone"
+)
 EXAMPLE = "phalanx.Phase(loss_fn, parameters='generator', optimizer=make_optimizer)"
 DEFAULT_LR = 1e-3
 DEFAULT_BATCH = 32
@@ -54,6 +58,8 @@ class Phase:
         In reports; by default ``parameters``, where that is one name, else "phase 0" and so on.
     loss_takes : "output" or "model"
         "output": ``loss_fn(output, target)``, after one forward pass; "model": ``loss_fn(model, batch)``.
+    loss_over : "share" or "batch"
+        As the recipe's: "batch" gives the loss the outputs of all replicas.
     """
 
     loss_fn: Callable[..., Any]
@@ -63,6 +69,7 @@ class Phase:
     scheduler: Callable[..., Any] | None = None
     name: str = ""
     loss_takes: str = "output"
+    loss_over: str = "share"
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -70,6 +77,7 @@ class Phase:
                 f"loss_fn of a phase is {checks.shown(self.loss_fn)}; it must be callable, as in {EXAMPLE}"
             )
         check_takes(self.loss_fn, self.loss_takes)
+        checks.choice("loss_over", self.loss_over, ("share", "batch"))
         checks.optimizer("optimizer of a phase", self.optimizer, "optimizer=make_optimizer")
         checks.function("scheduler of a phase", self.scheduler, "scheduler=lambda opt: ...")
         object.__setattr__(self, "every", checks.integer("every of a phase", self.every, least=1))
@@ -201,6 +209,7 @@ class Definition:
     weights: Any = field(default=None, repr=False)
     batch_sampler: Callable[..., Any] | None = None
     buffers: Mapping[str, str] | None = None
+    loss_over: str = "share"
 
     def __post_init__(self) -> None:
         self._check_functions()
@@ -209,6 +218,7 @@ class Definition:
             names = ("loss_fn", "optimizer", "scheduler", "schedule_every")
             instead = {name: getattr(self, name) for name in names}
             instead["loss_takes"] = None if self.loss_takes == "output" else self.loss_takes
+            instead["loss_over"] = None if self.loss_over == "share" else self.loss_over
             phases = checked_phases(self.phases, instead)
             object.__setattr__(self, "phases", phases)
         if self.data is None and (self.steps is not None or self.epochs is not None):
@@ -305,6 +315,11 @@ class Definition:
         """How many updates all steps have: as many as there are steps, unless those have phases."""
         return None if self.total is None else self.rounds.updates(self.total)
 
+    def over_batch(self, phase: int) -> bool:
+        """Whether the loss of this phase needs what other replicas, or other parts of this one, have computed."""
+        owner = self.phases[phase] if self.phases else self
+        return owner.loss_over == "batch" and (self.replicas > 1 or self.micro_batches > 1)
+
     def epoch_of(self, update: int) -> int | None:
         """The pass over the data that an update belongs to; None where the caller or a stream brings batches."""
         return None if self.source is None else self.plan.epoch(self.rounds.at(update).step)
@@ -339,13 +354,20 @@ class Definition:
         check_takes(self.loss_fn, self.loss_takes)
         if self.loss_takes == "model" and self.loss_fn is None and self.phases is None:
             raise UsageError("loss_takes is 'model', but there is no loss_fn; pass loss_fn=lambda model, batch: ...")
+        checks.choice("loss_over", self.loss_over, ("share", "batch"))
+        if self.loss_over == "batch" and self.loss_fn is None and self.phases is None:
+            raise UsageError(
+                "loss_over is 'batch', but there is no loss_fn, and forward_fn or the model itself sees one share; let "
+                "it return outputs, with a row for each sample, and pass loss_fn=lambda output, target: ..."
+            )
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise UsageError(f"loss_fn is the class {name}; pass an instance: loss_fn={name}()")
-        if self.replicas != 1 and _option(self.loss_fn, "reduction") == "sum":
+        over_share = self.replicas != 1 and self.loss_over == "share"
+        if over_share and _option(self.loss_fn, "reduction") == "sum":
             raise UsageError(
                 "loss_fn sums over the share (reduction='sum'), but replicas average means: the answer would be that "
-                "sum divided by the number of replicas; use reduction='mean'"
+                "sum divided by the number of replicas; use reduction='mean', or loss_over='batch'"
             )
         checks.function("forward_fn", self.forward_fn, "forward_fn=lambda model, batch: model(batch)")
         checks.function("target_fn", self.target_fn, "target_fn=lambda batch: batch['label']")

@@ -16,7 +16,7 @@ devices of many hosts     ``Network``, over ``Shared``                ``Exchange
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from phalanx.definition.data import Share
@@ -31,6 +31,10 @@ class Board(Protocol):
 
     def pushed(self) -> None:
         """Another replica is done; raises to leave the step."""
+
+    def share(self, said: Sequence[bytes]) -> list[bytes]:
+        """Meet once the outputs of all replicas are computed; from the texts of those here to those of all R."""
+        ...
 
     def gather(self, parts: Sequence[Part]) -> list[Part]:
         """Meet once all replicas are computed; from the parts of those here to those of all R, in order."""
@@ -98,6 +102,13 @@ class Link:
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         self._sums.begin(step, shares, early=self.overlaps)
         self._board.begin()
+
+    def share(self, said: Iterable[bytes]) -> list[bytes]:
+        mine = list[bytes]()
+        for text in said:
+            mine.append(text)
+            self._board.pushed()
+        return self._board.share(mine)
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
         self._sums.push(replica, samples, gradient, buffers)

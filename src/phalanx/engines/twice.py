@@ -15,6 +15,7 @@ Evaluations are watched likewise: of some, the worker that has the first chunk m
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 import zlib
@@ -36,7 +37,7 @@ from phalanx.plan.audit import Audit, joined
 from phalanx.plan.keys import evaluation_key
 from phalanx.seams import Arithmetic, Framework, Link
 from phalanx.seams.records import Captured, Computed, Measurement, Todo, Watch, Weights, packed
-from phalanx.step import Proposal, compute, measure, propose, todo
+from phalanx.step import Proposal, compute, measure, prepare, propose, todo
 from phalanx.surroundings.presence import CURRENT, outside
 
 Facts = dict[str, Any]
@@ -160,7 +161,20 @@ class Twice:
             host = next(worker for worker, block in enumerate(self._blocks) if replica in block)
             work = todo(self._definition, t, joined(replica, self._blocks[host], ran), shares)
             self._audited = Audited(work, host, (host + 1) % len(self._blocks), not audited)
-        return propose(self._framework, link, self._definition, t, shares, self.gradients, self._compare)
+        watched = self.gradients, self._compare, self._over_batch
+        return propose(self._framework, link, self._definition, t, shares, *watched)
+
+    def _over_batch(self, said: Sequence[bytes], key: int, phase: int) -> float:
+        """Compute a loss over the whole batch, twice where this step is checked."""
+        compute = functools.partial(self._framework.over_batch, said, key, phase)
+        outcome = compute()
+        if self._allow is not None and self._update in self._checked:
+            before = self._held()
+            if compute() != outcome:
+                what = f"the loss over the whole batch of {self._moment(phase)} came to something else, or wrote "
+                what += "something else into buffers, when it was computed again from the same outputs"
+                self._tell(what, self._since(before))
+        return outcome
 
     def gradients(self, todo: Sequence[Todo]) -> Iterator[Computed]:
         """Yield all replicas; those that are computed once more are computed before."""
@@ -213,6 +227,7 @@ class Twice:
             before = framework.capture(copy=True) if definition.replicas == 1 else None
             try:
                 shares = BatchShares(definition, framework.opened).planned(update)
+                prepare(framework, definition, update, shares)
                 computing = framework.gradients(todo(definition, update, [0], shares), watch)
                 return noted(framework.arithmetic, compute(computing, definition.rounds.at(update), 0, shares[0]))
             finally:
@@ -305,18 +320,27 @@ class Twice:
 
     def _changed(self, one: Todo) -> list[str]:
         """What user code holds, apart from the state, that changes when the replica is computed once more."""
-        roots = {**self._definition.holders, **self._framework.held}
-        before = values(roots)
+        before = self._held()
         with contextlib.suppress(Exception):
             list(self._framework.gradients([one]))
-        paths = differences(before, values(roots))
+        return self._since(before)
+
+    def _held(self) -> Any:
+        return values({**self._definition.holders, **self._framework.held})
+
+    def _since(self, before: Any) -> list[str]:
+        """The paths of what user code holds that is something else now."""
+        paths = differences(before, self._held())
         return [HELD.sub(r".\1", path) for path in paths if not STATE.match(path)] or [UNSEEN]
 
     def _report(self, one: Todo, what: str, changed: Sequence[str]) -> None:
+        self._tell(f"{self._named(one)}, {what}", changed, replica=one.replica, samples=one.share.samples)
+
+    def _tell(self, what: str, changed: Sequence[str], **address: Any) -> None:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        message = f"{self._named(one)}, {what}; what changed in between: {', '.join(changed[:SHOWN])}{more}. {WAYS}"
+        message = f"{what}; what changed in between: {', '.join(changed[:SHOWN])}{more}. {WAYS}"
         if not self._allow:
-            raise StateError(message, step=CURRENT.step, replica=one.replica, samples=one.share.samples)
+            raise StateError(message, step=CURRENT.step, **address)
         checks.warn(message)
         self._allow = None  # which updates are due stays the same in all workers
 
@@ -326,10 +350,12 @@ class Twice:
             replica=one.replica, samples=one.share.samples,
         )  # fmt: skip
 
+    def _moment(self, phase: int) -> str:
+        name = self._definition.rounds.names[phase]
+        return f"step {CURRENT.step}, phase {name!r}" if name else f"step {CURRENT.step}"
+
     def _named(self, one: Todo) -> str:
-        name = self._definition.rounds.names[one.phase]
-        moment = f"step {CURRENT.step}, phase {name!r}" if name else f"step {CURRENT.step}"
-        return f"replica {one.replica} of {moment}, samples {spell_samples(one.share.samples)}"
+        return f"replica {one.replica} of {self._moment(one.phase)}, samples {spell_samples(one.share.samples)}"
 
 
 def noted(arithmetic: Arithmetic, computed: Computed) -> Facts:

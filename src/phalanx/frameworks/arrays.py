@@ -22,7 +22,7 @@ from phalanx.definition import checks, generators
 from phalanx.definition.data import Columns, Samples, Share, Source, is_pair, target_of
 from phalanx.definition.digest import Entry
 from phalanx.definition.evaluation import Metrics
-from phalanx.definition.fields import Definition
+from phalanx.definition.fields import WEIGHED, Definition
 from phalanx.definition.plain import check_specs
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks import arithmetic
@@ -138,6 +138,8 @@ class ArrayFramework:
         self, definition: Definition, collate: Callable[[Any], Any], *contexts: AbstractContextManager[Any]
     ) -> None:
         refuse(definition, {"buffers": "which is for torch; leave it out: buffers that differ become the mean"})
+        if not hasattr(self, "outputs"):
+            refuse(definition, {"loss_over": "which is for torch and jax; leave it out, or use replicas=1"})
         self.definition = definition
         self.environment: AbstractContextManager[None] = Reentrant(generators.kept(definition.generators), *contexts)
         self.collate = definition.collate_fn or collate
@@ -291,15 +293,22 @@ class Functions:
         UsageError
             The loss is no real scalar.
         """
+        if self.definition.loss_fn is not None:
+            return self.loss_of(output, self.target(batch))
+        return self._checked(getattr(output, "loss", output))
+
+    def loss_of(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """The same, given the target."""
         loss_fn = self.definition.loss_fn
-        if loss_fn is None:
-            value = getattr(output, "loss", output)
-        else:
-            target = self.target(batch)
-            with checks.noting(output, target):
-                value = loss_fn(output, target)
+        assert loss_fn is not None
+        with checks.noting(output, target):
+            return self._checked(loss_fn(output, target))
+
+    def _checked(self, value: Any) -> tuple[Any, Any]:
         pair: tuple[Any, Any] = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         loss, weight = pair
+        if weight is not None and self.definition.loss_over == "batch":
+            raise UsageError(WEIGHED)
         if isinstance(loss, dict):
             raise UsageError(
                 f"{self.teller} returned {checks.outline(loss)}; named losses are for torch alone: return the mean "
@@ -331,7 +340,7 @@ def refuse(definition: Definition, ways: Mapping[str, str]) -> None:
     """
     for name, way in ways.items():
         value = getattr(definition, name)
-        if value not in (None, 1, "output"):
+        if value not in (None, 1, "output", "share"):
             raise UsageError(f"{name} is {repr(value) if isinstance(value, (int, str)) else 'given'}, {way}")
 
 

@@ -26,12 +26,18 @@ ITERABLE_STREAM: Final = 8
 BUFFER_STREAM: Final = 9
 DRAW_STREAM: Final = 10
 SAMPLER_STREAM: Final = 11
+LOSS_STREAM: Final = 12
 PHASE: Final = 1 << 8  # from the stream of one phase of a step to that of the next
 
 
 def replica_key(seed: int, step: int, replica: int, replicas: int, phase: int = 0) -> int:
     """Key of (seed, step, replica, phase); each phase has a stream of its own."""
     return key(seed, REPLICA_STREAM + PHASE * int(phase), int(step) * replicas + int(replica))
+
+
+def loss_key(seed: int, step: int, phase: int = 0) -> int:
+    """Key of a loss over the whole batch, of (seed, step, phase)."""
+    return key(seed, LOSS_STREAM + PHASE * int(phase), int(step))
 
 
 def stream_sample_key(seed: int, number: int) -> int:

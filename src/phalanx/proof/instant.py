@@ -28,7 +28,7 @@ from phalanx.run.loop import merged
 from phalanx.run.observers import shown
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Computed, Exported, Progress, RunOptions, Seen, StepReport, Watch
-from phalanx.step import compute, propose, todo
+from phalanx.step import compute, prepare, propose, todo
 from phalanx.surroundings.presence import outside
 
 
@@ -176,6 +176,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         if not len(shares[replica].samples):
             raise UsageError(f"replica is {replica}, which has no samples in step {self.step}; name another")
         with self._rewound() as framework:
+            prepare(framework, self.definition, self.update, shares)
             computing = framework.gradients(todo(self.definition, self.update, [replica], shares), watch)
             computed = compute(computing, self.definition.rounds.at(self.update), replica, shares[replica])
             (computed.loss,) = framework.arithmetic.read([computed.loss])
@@ -187,6 +188,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         ran = [number for number, share in enumerate(shares) if len(share.samples)]
         for work in ([replica], joined(replica, range(len(shares)), ran)):
             with self._rewound() as framework:
+                prepare(framework, self.definition, self.update, shares)
                 *_, computed = framework.gradients(todo(self.definition, self.update, work, shares))
                 checksums.add(checksum(framework.arithmetic, computed))
         return checksums

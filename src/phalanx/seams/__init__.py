@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, Protocol
 
@@ -83,6 +83,10 @@ class Link(Protocol):
 
     def begin(self, step: int, shares: Sequence[Share]) -> None:
         """Forget what an earlier step left; from here on replicas are computed."""
+
+    def share(self, said: Iterable[bytes]) -> list[bytes]:
+        """Take what each hosted replica says, as it comes; get what those of all R say, in order."""
+        ...
 
     def push(self, replica: int, samples: int, gradient: Vector | None, buffers: list[Any]) -> None:
         """Take what a hosted replica computed: a gradient to fold (None: nothing), and buffers if it had samples."""
@@ -165,6 +169,20 @@ class Framework(Protocol):
         """Compute some replicas in turn, from the state at the step's start; runs user code.
 
         Each is computed when it is asked for; others may have begun by then. Watching changes no bit.
+        """
+        ...
+
+    def outputs(self, todo: Sequence[Todo]) -> Iterator[bytes]:
+        """For a loss over the whole batch: what each of these replicas says to all, computed when it is asked for.
+
+        It runs user code.
+        """
+        ...
+
+    def over_batch(self, said: Sequence[bytes], key: int, phase: int) -> float:
+        """Compute that loss from what all R said; ``gradients`` goes back from there until the next ``outputs``.
+
+        Returns a checksum of the outcome, which is the same in all workers; runs user code.
         """
         ...
 

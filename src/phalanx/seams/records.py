@@ -91,6 +91,8 @@ class Part(NamedTuple):
         Whether the loss returned its weight.
     samples : float
         0 where the replica did not run.
+    wrote : float
+        A checksum of what a loss over the whole batch came to: all workers compute the same.
     named : Named or float
         Its named losses; 0 where there are none. Among numbers: how long their text is.
     options, lr : float
@@ -101,6 +103,7 @@ class Part(NamedTuple):
     weight: float
     returned: bool
     samples: float
+    wrote: float = 0.0
     named: Any = 0.0
     options: float = 0.0
     lr: float = 0.0

@@ -106,6 +106,8 @@ class Memories(NamedTuple):
         The ring of the readers.
     meeting : Memory
         Where workers with devices find each other.
+    posts : Memory
+        What each of them says for losses over the whole batch.
     """
 
     environment: Memory
@@ -116,6 +118,7 @@ class Memories(NamedTuple):
     base: Memory
     inputs: Memory
     meeting: Memory
+    posts: Memory
 
 
 class Carver:

@@ -85,14 +85,28 @@ class Across:
 
     def _spread_named(self, parts: list[Part], mine: Sequence[bytes]) -> None:
         """Put named losses into the parts of all replicas; ``mine``: the texts of this host's."""
-        texts = [memoryview(bytearray(int(part.named))) for part in parts]
-        for replica, text in zip(self._blocks[self._rank], mine, strict=True):
-            texts[replica][:] = text
-        self.spread([[text] for text in texts])
+        texts = self._spread_texts([int(part.named) for part in parts], mine)
         parts[:] = [
             part._replace(named=json.loads(bytes(text)) if text else 0.0)
             for part, text in zip(parts, texts, strict=True)
         ]
+
+    def exchange(self, mine: Sequence[bytes]) -> list[bytes]:
+        """The texts of all replicas, of any length; ``mine``: those of this host's."""
+        most = max(map(len, self._blocks))
+        own = torch.tensor([*map(len, mine), *[0] * (most - len(mine))])
+        lengths = torch.empty(len(self._blocks) * most, dtype=torch.int64)
+        self._gloo.gather(lengths, own)
+        rows = lengths.view(len(self._blocks), most).tolist()
+        known = [length for row, block in zip(rows, self._blocks, strict=True) for length in row[: len(block)]]
+        return list(map(bytes, self._spread_texts(known, mine)))
+
+    def _spread_texts(self, lengths: Sequence[int], mine: Sequence[bytes]) -> list[memoryview]:
+        texts = [memoryview(bytearray(length)) for length in lengths]
+        for replica, text in zip(self._blocks[self._rank], mine, strict=True):
+            texts[replica][:] = text
+        self.spread([[text] for text in texts])
+        return texts
 
     def spread(self, pieces: Sequence[Sequence[memoryview]]) -> None:
         """Fill in ``pieces[replica]``, the memory of other hosts' replicas; its lengths are the same on all hosts."""

@@ -17,6 +17,7 @@ from phalanx.engines.hosts.gloo import Gloo, Rendezvous
 from phalanx.engines.processes.board import CHECK_STEPS, Shared, Station
 from phalanx.plan.fold import covers, remaining
 from phalanx.seams.records import Part
+from phalanx.shared.posts import Posts
 
 
 class Network(Shared):
@@ -25,6 +26,7 @@ class Network(Shared):
     Parameters
     ----------
     station : Station
+    posts : Posts
     rendezvous : Rendezvous
     gloo : Gloo
         The connection to them.
@@ -35,8 +37,8 @@ class Network(Shared):
         Which sums of this host's workers are added up to each of the host's.
     """
 
-    def __init__(self, station: Station, rendezvous: Rendezvous, gloo: Gloo) -> None:
-        super().__init__(station)
+    def __init__(self, station: Station, posts: Posts, rendezvous: Rendezvous, gloo: Gloo) -> None:
+        super().__init__(station, posts)
         placement = station.placement
         self._across = Across(rendezvous, gloo, placement.replicas, self.publications.entries)
         carried = station.shard.buffer_payload if station.worker == 0 else []
@@ -53,6 +55,14 @@ class Network(Shared):
         step = self._barrier.step
         self._checksum = self._station.shard.checksum(self._framework, step) if step % CHECK_STEPS == 0 else 0
         super().begin()
+
+    def share(self, said: Sequence[bytes]) -> list[bytes]:
+        """One worker of each host tells the others what this host says, and posts here what they said."""
+        here, beyond = super().share(said), len(self._station.placement.blocks)
+        if self._station.worker == 0:
+            self._posts.put(beyond, self._across.exchange(here))
+        self._barrier.wait()
+        return self._posts.read(beyond, self._station.placement.replicas)
 
     def gather(self, parts: Sequence[Part]) -> list[Part]:
         mine = super().gather(parts)[self._block.start : self._block.stop]

@@ -14,6 +14,7 @@ from phalanx.seams import Framework
 from phalanx.seams.records import Part
 from phalanx.shared.counters import LEAVE, Barrier
 from phalanx.shared.layout import ArenaPlan
+from phalanx.shared.posts import Posts
 from phalanx.shared.state import Shard
 
 CHECK_STEPS = 100  # how often workers and hosts that have the same weights compare checksums of them
@@ -116,18 +117,20 @@ class Shared:
     Parameters
     ----------
     station : Station
+    posts : Posts
 
     Attributes
     ----------
     publications : Publications
     """
 
-    def __init__(self, station: Station) -> None:
+    def __init__(self, station: Station, posts: Posts) -> None:
         self.publications = Publications(station.plan.flags(station.arena), station.plan.publishers, station.worker)
         self._station, self._framework = station, station.framework
         self._barrier, self._counters = station.barrier, station.barrier.counters
         self._own = self._counters.workers[station.worker]
         self._first = station.hosted.start
+        self._posts = posts
         # Whoever has a device leaves at the next replica if another worker fails; others at the next barrier.
         self._hasty = station.placement.copies
         self._done = 0
@@ -141,6 +144,16 @@ class Shared:
         self._own.total += 1
         if self._counters.pause == LEAVE or (self._hasty and self._counters.trouble):
             raise Trouble
+
+    def share(self, said: Sequence[bytes]) -> list[bytes]:
+        # A replacement joins a grant at the barrier that the dead worker had not reached (`Barrier.begin`). From here
+        # on the others have passed one that it would wait at, so nobody may join any more: hence the stage.
+        self._posts.put(self._station.worker, said)
+        self._barrier.at(Stage.COMPUTED)
+        self._barrier.wait()
+        self._own.replicas = self._done = 0
+        blocks = self._station.placement.blocks
+        return [text for worker, block in enumerate(blocks) for text in self._posts.read(worker, len(block))]
 
     def gather(self, parts: Sequence[Part]) -> list[Part]:
         self._counters.parts.write(self._first, parts, self._framework.options_checksum)

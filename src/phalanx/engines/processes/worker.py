@@ -109,7 +109,7 @@ class Worker:
         kind = CopiedShard if self._placement.copies else Shard
         self._shard = kind(self._framework.sharing, plan.layout, arena, memories.base, self._number)
         station = Station(self._framework, self._shard, plan, self._placement, arena, self._barrier)
-        self._link: Link = linked(station, memories.meeting, setup)
+        self._link: Link = linked(station, memories, setup)
 
     def take(self, orders: dict[str, Any]) -> None:
         """Go to the beginning of a step, with the state in the arena and the options in ``orders``."""

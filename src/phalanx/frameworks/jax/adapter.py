@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,11 +23,12 @@ from phalanx.frameworks.jax.environment import arithmetic_on, check_threads, com
 from phalanx.frameworks.jax.environment import available as available
 from phalanx.frameworks.jax.forward import Forward
 from phalanx.frameworks.jax.optimizer import Update
+from phalanx.frameworks.jax.over_batch import OverBatch
 from phalanx.frameworks.jax.sharing import Sharing
 from phalanx.frameworks.jax.state import Trees, named, parted, placed, replaced
 from phalanx.frameworks.jax.state import state_of as state_of
 from phalanx.plan.shares import Parts
-from phalanx.seams.records import Computed, Exported, Watch, Weights
+from phalanx.seams.records import Computed, Exported, Todo, Watch, Weights
 
 REFUSED = {
     "phases": "but make_model returned a tree of jax arrays, and phases are for torch in this version; let one "
@@ -79,11 +80,34 @@ class Jax(ArrayFramework):
             self.checked = functools.partial(forward.checked, double=any(leaf.dtype == jnp.float64 for leaf in leaves))
             self._updates = Update(definition)
             self._state = Trees(params, jax.device_put(self._updates.begin(params), self._device), beside)
+        if definition.over_batch(0):
+            self._over = OverBatch(definition, self._forward, self.batch, self._begin_of, self.arithmetic.add)
         self._homes = resolved or [self._device]
         self._spread()
         self.lanes = Blocks(definition.replicas, len(resolved), self._moved) if len(resolved) > 1 else None
         self.lr = self._updates.lr
         self.sharing = Sharing(self._state, self._updates, self._device)
+
+    def outputs(self, todo: Sequence[Todo]) -> Iterator[bytes]:
+        for one in todo:
+            yield self._over.said(one, keep=len(todo) == 1 and self.definition.micro_batches == 1)
+
+    def over_batch(self, said: Sequence[bytes], key: int, phase: int) -> float:
+        return float(self._over.compute(said))
+
+    def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
+        if not self.definition.over_batch(0):
+            yield from super().gradients(todo, watch)
+            return
+        for one in todo:
+            if watch is not None and not watch.parameters:
+                self.tell(watch, 0, one.key, one.share)
+            yield self._over.gradient(one)
+
+    def _begin_of(self, replica: int) -> tuple[Any, Any]:
+        """The parameters where a replica is computed, and the state at the step's start."""
+        device = 0 if self.lanes is None else self.lanes.number_of[replica]
+        return [self._state.params, *self._copies][device], self._state.buffers
 
     def begin(self, device: int, key: int, share: Share) -> Callable[[], Computed]:
         """Compute on a device with its copy of the parameters."""

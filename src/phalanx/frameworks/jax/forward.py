@@ -44,6 +44,7 @@ class Forward(Functions):
         self.stateful = checks.takes(definition.forward_fn, "state")
         self._value_and_grad = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
         self._evaluated = jax.jit(self._output)
+        self._of_rows = jax.jit(jax.value_and_grad(self._loss_of_rows, allow_int=True))
 
     def begun(
         self, params: Any, batch: Any, key: int, part: int | None = None, *, state: Any = ()
@@ -52,10 +53,31 @@ class Forward(Functions):
 
         ``state``: what the model keeps beside its parameters. ``part``: a micro-batch's number, folded into the key.
         """
+        data = self._data(key, part)
+        return functools.partial(self._ended, state, *self._value_and_grad(params, batch, data, state))
+
+    def _data(self, key: int, part: int | None) -> np.ndarray | None:
         data = words(key) if self._keyed else None
         if data is not None and part is not None:
             data = np.asarray(jax.random.key_data(jax.random.fold_in(prng_key(data), part)))
-        return functools.partial(self._ended, state, *self._value_and_grad(params, batch, data, state))
+        return data
+
+    def passed(
+        self, params: Any, batch: Any, key: int, part: int | None, state: Any
+    ) -> tuple[Any, Callable[[Any], tuple[Any]], Any]:
+        """The output for ``batch`` in training, what goes back from it, and the state after it."""
+        data = self._data(key, part)
+        output, back, after = jax.vjp(lambda own: self._evaluated(own, batch, data, state), params, has_aux=True)
+        return output, back, after
+
+    def of_rows(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """A loss over the whole batch, and its gradient with respect to ``output``."""
+        return self._of_rows(output, target)
+
+    @no_step()
+    def _loss_of_rows(self, output: Any, target: Any) -> Any:
+        self.seed()
+        return self.loss_of(output, target)[0]
 
     def _ended(self, state: Any, loss_and_aux: tuple[Any, Any], gradient: Any) -> Computed:
         loss, (returned, after) = loss_and_aux
@@ -72,7 +94,7 @@ class Forward(Functions):
         if watch.operations:
             tell_equations(watch, self._output, (params, batch, data, state))
         watch.report("output", "", self._evaluated(params, batch, data, state)[0])
-        if watch.operations:
+        if watch.operations and not self.definition.over_batch(0):
             tell_equations(watch, jax.value_and_grad(self._loss, has_aux=True), (params, batch, data, state))
 
     @no_step()

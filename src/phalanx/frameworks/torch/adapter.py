@@ -74,7 +74,8 @@ class Torch:
         """What computes replicas, with the model where it is to be."""
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
-        return Lane(definition, model, feed.batch, Buffers(model, definition.buffers), AmbiguousMean(definition))
+        buffers, ambiguous = Buffers(model, definition.buffers), AmbiguousMean(definition)
+        return Lane(definition, model, feed.batch, buffers, ambiguous, seed=feed.seed)
 
     def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
         self._lane, self._rounds = self._lane_on(definition, model), definition.rounds
@@ -102,6 +103,12 @@ class Torch:
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         return self._lane.gradients(todo, watch)
+
+    def outputs(self, todo: Sequence[Todo]) -> Iterator[bytes]:
+        return self._lane.outputs(todo)
+
+    def over_batch(self, said: Sequence[bytes], key: int, phase: int) -> float:
+        return float(self._lane.over_batch(said, key, phase))
 
     def norm(self, gradient: Gradient, losses: Sequence[Any], buffers: Any = None) -> Callable[..., list[float]]:
         return lambda: [self._updates.norm(gradient), *self.arithmetic.read(list(losses))]

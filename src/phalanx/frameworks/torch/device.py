@@ -68,7 +68,15 @@ class TorchDevice(Torch):
         ahead = definition.collate_fn is None and definition.micro_batches == 1
         self._feed = DeviceFeed(host, self._device, ahead=ahead)
         ambiguous = AmbiguousMean(definition)
-        return Lane(definition, model, self._feed.batch, Buffers(model, definition.buffers), ambiguous, later=True)
+        return Lane(
+            definition,
+            model,
+            self._feed.batch,
+            Buffers(model, definition.buffers),
+            ambiguous,
+            later=True,
+            seed=host.seed,
+        )
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         self._feed.begin(todo)

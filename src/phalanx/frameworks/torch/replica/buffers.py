@@ -19,8 +19,9 @@ is found out, and decided, on the device, for all buffers of a dtype together: a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -37,7 +38,8 @@ LAST = 2  # the update, of those of a phase, in which a queue is refused
 LOOKED = frozenset((*range(LAST + 1), *(10**power for power in range(1, 16))))
 QUEUE = (
     "buffer {0!r} looks like a queue: replicas wrote different values into a part of it, and left the rest as it was. "
-    "Their mean is not what one device would have. Say how it is settled: buffers={{{0!r}: 'first'}} keeps what the "
+    "Their mean is not what one device would have. Let loss_fn write it, which sees the whole batch with "
+    "loss_over='batch' (docs/batch_losses.md). Or say how it is settled: buffers={{{0!r}: 'first'}} keeps what the "
     "first replica wrote, 'mean' averages it; or use replicas=1 (all are part of the answer)"
 )
 
@@ -55,6 +57,8 @@ class Buffers:
 
     Attributes
     ----------
+    of_loss : dict of int to torch.Tensor
+        What a loss over the whole batch wrote in this step, by number.
     told : float
         A checksum of what the last update wrote into buffers, for workers to compare; 0 where none was seen here.
     """
@@ -68,6 +72,7 @@ class Buffers:
         self._remote = any(tensor.device.type != "cpu" for tensor in self.tensors)  # looking at bytes would wait
         self._checked = False
         self._prepared: Left | None = None
+        self.of_loss: dict[int, torch.Tensor] = {}
         self.begin_here()
         rules, paths = rules or {}, self.paths
         for wanted in rules:
@@ -106,7 +111,7 @@ class Buffers:
 
     def expect(self) -> None:
         """Another worker settles the step's start: look there before the next forward pass."""
-        self._dirty, self.told = bool(self._places), 0.0
+        self._dirty, self.told, self.of_loss = bool(self._places), 0.0, {}
 
     def begin(self) -> None:
         """Announce a forward pass: it starts from the step's start."""
@@ -165,23 +170,62 @@ class Buffers:
         """
         if not self._places:
             return
-        columns = list(zip(*(left for _, left in replicas), strict=True))
         if count in LOOKED or "refuse" in self._rules:
-            self._look(count, columns)
+            self._look(count, list(zip(*(left for _, left in replicas), strict=True)))
         if self._remote:
             settled, self._prepared = self._prepared or self._settled(replicas), None
+            settled = self._after_loss(settled)
             copy_all(zip(self.starts, settled, strict=True))
             self._dirty = True
             if not later:
                 self.restore()
             return
-        weights = share_weights([samples for samples, _ in replicas])
-        for start, column, mean in zip(self.starts, columns, self._means, strict=True):
-            value = mean_of(column, weights) if mean and not _alike(column) else column[0]
+        for start, value in zip(self.starts, self._after_loss(self._mean(replicas)), strict=True):
             if value is not start:
                 start.copy_(value)
         self._write()
         self._dirty = False
+
+    def _mean(self, replicas: Sequence[tuple[int, Left]]) -> Left:
+        """The settled buffers in host memory; some are the step's start itself, or a replica's."""
+        weights = share_weights([samples for samples, _ in replicas])
+        columns = zip(*(left for _, left in replicas), strict=True)
+        return [
+            mean_of(column, weights) if mean and not _alike(column) else column[0]
+            for column, mean in zip(columns, self._means, strict=True)
+        ]
+
+    def _after_loss(self, settled: Left) -> Left:
+        """What a loss over the whole batch wrote stands in place of what was settled."""
+        written, self.of_loss = self.of_loss, {}
+        return [written.get(number, value) for number, value in enumerate(settled)]
+
+    @contextlib.contextmanager
+    def shown(self, replicas: Sequence[tuple[int, Left]]) -> Iterator[None]:
+        """Inside, the model has the buffers as these replicas left them, settled: a loss over the batch may write them.
+
+        What it writes is what ``settle`` comes to. The model gets other tensors meanwhile: the graph of a forward pass
+        may hold its own, and those must not be written before the backward pass.
+        """
+        kept = self._tensors, self._start, [module._buffers[name] for _, module, name in self._places]
+        values = iter(self._settled(replicas) if self._remote else self._mean(replicas))
+        self._start = [None if start is None else next(values) for start in self._start]
+        clones = {
+            id(tensor): start.clone() for tensor, start in zip(kept[0], self._start, strict=True) if start is not None
+        }
+        self._tensors = [clones.get(id(tensor)) for tensor in kept[0]]  # one buffer of two modules stays one
+        try:
+            self._place(self._tensors)
+            yield
+            left = zip(self.left("loss_fn"), self.starts, strict=True)
+            self.of_loss = {number: value for number, (value, start) in enumerate(left) if value is not start}
+        finally:
+            self._tensors, self._start, before = kept
+            self._place(before)
+
+    def _place(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        for (_, module, name), tensor in zip(self._places, tensors, strict=True):
+            module._buffers[name] = tensor
 
     def prepare(self, replicas: Sequence[tuple[int, Left]] | None) -> None:
         """Begin to settle on a device, before it is known whether the step counts; ``settle`` takes what came of it."""

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from phalanx.definition import checks
 from phalanx.definition.data import is_pair, leaves, map_tree, target_of
 from phalanx.definition.evaluation import Metrics
-from phalanx.definition.fields import Definition, Phase
+from phalanx.definition.fields import WEIGHED, Definition, Phase
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
 from phalanx.seams.records import Named, Watch
@@ -71,7 +71,8 @@ class Forward:
         phase: Phase | None = None,
     ) -> None:
         self._loss_fn: Callable[..., Any] | None = definition.loss_fn if phase is None else phase.loss_fn
-        self._takes_model = (definition if phase is None else phase).loss_takes == "model"
+        fields = definition if phase is None else phase
+        self._takes_model, self._over_batch = fields.loss_takes == "model", fields.loss_over == "batch"
         check_stateless(self._loss_fn)
         self._definition = definition
         self._model = model
@@ -107,8 +108,35 @@ class Forward:
         """
         with autocast(self._device, self._definition.precision):
             value = self._loss(batch, origin, watch)
+        return self._checked(value, batch, origin)
+
+    def rows(self, batch: Any, origin: str) -> tuple[Any, Any]:
+        """The output of a share, and what a loss over the whole batch takes beside it."""
+        with autocast(self._device, self._definition.precision):
+            return self.output(batch, origin), self._seen(batch)
+
+    def of_rows(self, output: Any, seen: Any) -> tuple[torch.Tensor, Any, Named | None]:
+        """The loss of all shares' rows, as ``loss`` has it of one share."""
+        with autocast(self._device, self._definition.precision):
+            return self._checked(self._of_rows(output, seen), seen, "target")
+
+    def _seen(self, batch: Any) -> Any:
+        if not self._takes_model or self._definition.target_fn is not None:
+            return self.target(batch)
+        return self.to_device(batch)
+
+    def _of_rows(self, output: Any, seen: Any) -> Any:
+        loss_fn = self._loss_fn
+        assert loss_fn is not None, "a recipe refuses that"
+        with checks.noting(output, seen):
+            return loss_fn(self._model, output, seen) if self._takes_model else loss_fn(output, seen)
+
+    def _checked(self, value: Any, batch: Any, origin: str) -> tuple[torch.Tensor, Any, Named | None]:
+        """A loss, and what came with it, out of what user code returned."""
         name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         loss, weight, named = _split(name, value)
+        if self._over_batch and weight is not None:
+            raise UsageError(WEIGHED)
         if weight is None and self._tokens is not None:
             weight = self._tokens.weight(value, loss, batch)
         self._check_loss(name, loss, batch, origin)
@@ -118,12 +146,14 @@ class Forward:
 
     def _loss(self, batch: Any, origin: str, watch: Watch | None) -> Any:
         loss_fn = self._loss_fn
-        if self._takes_model:
+        if self._takes_model and not self._over_batch:
             assert loss_fn is not None, "a recipe refuses that"
             return loss_fn(self._model, self.to_device(batch))
         output = self.output(batch, origin)
         if watch is not None:
             watch.report("output", "", output)
+        if self._over_batch:
+            return self._of_rows(output, self._seen(batch))
         if loss_fn is None:
             return output
         target = self.target(batch)

@@ -12,6 +12,7 @@ from torch.autograd.graph import _engine_run_backward
 from phalanx.errors import InPartsError, UsageError
 from phalanx.frameworks.torch.arithmetic import Gradient
 
+Seeds = list[tuple[torch.Tensor, torch.Tensor]]  # outputs, and the gradient of a loss with respect to each
 HOT = 1 << 14  # elements from which a gradient is copied as soon as it is there, while it is in cache
 
 
@@ -35,9 +36,15 @@ class Collector:
         self._collecting = False
 
     def backward(
-        self, loss: torch.Tensor, onto: Gradient | None = None, chosen: Sequence[torch.Tensor] | None = None
+        self,
+        loss: torch.Tensor | Seeds,
+        onto: Gradient | None = None,
+        chosen: Sequence[torch.Tensor] | None = None,
+        start: Gradient | None = None,
     ) -> Gradient:
         """The gradient of all parameters, None where there is none; ``.grad`` is None afterwards.
+
+        ``start``: what the gradient is added to, which stays as it is.
 
         ``onto``: another gradient, which autograd adds this one to in place, as soon as each part is there.
         ``chosen``: parameters; others get none.
@@ -49,13 +56,19 @@ class Collector:
         """
         self._onto = onto
         versions = [] if onto is None else self._put(onto)
+        if start is not None:
+            self.begin(start)
         self._run(loss, chosen)
         taken = take(self._named)
         if onto is not None:
             _check_once(onto, versions, taken)
         return self._placed(taken, onto)
 
-    def add(self, loss: torch.Tensor, chosen: Sequence[torch.Tensor] | None = None, *, first: bool) -> None:
+    def begin(self, start: Gradient) -> None:
+        """Have the next backward pass add to a copy of this."""
+        self._put([None if entry is None else entry.clone() for entry in start])
+
+    def add(self, loss: torch.Tensor | Seeds, chosen: Sequence[torch.Tensor] | None = None, *, first: bool) -> None:
         """Add the gradient of a part of a replica to what is in ``.grad``; ``first``: nothing is there yet.
 
         torch adds to each parameter's gradient in place, and would add twice where two of them share memory.
@@ -73,7 +86,7 @@ class Collector:
                 grad.div_(divisor)
         return self._placed(taken, None)
 
-    def _run(self, loss: torch.Tensor, chosen: Sequence[torch.Tensor] | None) -> None:
+    def _run(self, loss: torch.Tensor | Seeds, chosen: Sequence[torch.Tensor] | None) -> None:
         """Run a backward pass into ``.grad`` of the ``chosen``, or of all; ``loss`` is known to be a real scalar.
 
         So the checks of ``torch.autograd.backward`` are left out: 10 us less in a small step. Subclasses of tensors may
@@ -81,7 +94,11 @@ class Collector:
         """
         self._collecting = True
         try:
-            if chosen is not None or type(loss) is not torch.Tensor:
+            if isinstance(loss, list):
+                if loss:
+                    outputs, seeds = zip(*loss, strict=True)
+                    torch.autograd.backward(outputs, seeds, inputs=chosen)
+            elif chosen is not None or type(loss) is not torch.Tensor:
                 torch.autograd.backward((loss,), inputs=chosen)
             else:
                 ones = (torch.ones_like(loss, memory_format=torch.preserve_format),)

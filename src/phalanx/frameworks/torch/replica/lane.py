@@ -24,6 +24,7 @@ from phalanx.frameworks.torch.optimizer import covered
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
+from phalanx.frameworks.torch.replica.over_batch import OverBatch
 from phalanx.frameworks.torch.replica.watching import watching
 from phalanx.frameworks.torch.results import Shown
 from phalanx.plan.shares import Parts
@@ -54,6 +55,8 @@ class Lane:
         The model's.
     ambiguous : AmbiguousMean
         Warns of the recipe's loss, once.
+    seed : callable, optional
+        ``seed(key)`` seeds all generators, for a loss over the whole batch.
     later : bool, default False
         Whether losses and weights stay unread on the device: all devices get their work before one is waited for.
 
@@ -75,6 +78,7 @@ class Lane:
         ambiguous: AmbiguousMean,
         *,
         later: bool = False,
+        seed: Callable[[int], Any] = bool,
     ) -> None:
         check_mode(model, definition.modes)
         self.model = model
@@ -95,6 +99,9 @@ class Lane:
         self._forwards = [Forward(definition, model, device, later=unread, phase=phase) for phase in phases]
         self._chosen = [None if phase is None else covered(phase, self.named, model) for phase in phases]
         self._ambiguous = ambiguous
+        if any(map(definition.over_batch, range(len(phases)))):
+            self._over = OverBatch(definition, self._forwards, self._batch, seed, buffers, self.parameters)
+        self._over_batch = [definition.over_batch(phase) for phase in range(len(phases))]
         self._later = later
         self._joins = self._parts == 1
         self._warn_once = functools.cache(checks.warn)
@@ -142,6 +149,8 @@ class Lane:
         """Compute one replica, and add its gradient to ``onto`` if that gives the same bits; runs user code."""
         trained = self._trained_now()
         try:
+            if self._over_batch[todo.phase]:
+                return self._of_rows(todo, onto, watch)
             self.buffers.begin()
             versions = self._versions() if self._shared else []
             if self._parts == 1:
@@ -163,6 +172,50 @@ class Lane:
             return Computed(read, weight, taken, buffers, named)
         finally:
             self._retrain(trained)
+
+    def outputs(self, todo: Sequence[Todo]) -> Iterator[bytes]:
+        """What replicas say to all for a loss over the whole batch; runs user code."""
+        for one in todo:
+            with self._as_found("in forward or a hook"):
+                said = self._over.said(one, keep=len(todo) == 1 and self._parts == 1)
+            yield said
+
+    def over_batch(self, said: Sequence[bytes], key: int, phase: int) -> int:
+        """Compute that loss from what all said."""
+        with self._as_found("in loss_fn"):
+            return self._over.compute(said, key, phase, self._trained(phase))
+
+    @contextlib.contextmanager
+    def _as_found(self, where: str) -> Iterator[None]:
+        """Inside, user code runs; it may neither write parameters nor leave others frozen."""
+        trained, versions = self._trained_now(), self._versions() if self._shared else []
+        try:
+            yield
+            if self._shared:
+                self._check_unwritten(versions, where, IN_FORWARD)
+        finally:
+            self._retrain(trained)
+
+    def _of_rows(self, todo: Todo, onto: Gradient | None, watch: Watch | None) -> Computed:
+        """Go back from a replica's rows."""
+        over, chosen, taken = self._over, self._trained(todo.phase), list[torch.Tensor | None]()
+        over.begin(todo, watch)
+        with self._as_found("in forward or a hook"):
+            for number, (seeds, start) in enumerate(over.backward(todo, watch)):
+                self._tell_early(None if number else watch)
+                if self._parts > 1:
+                    if start is not None:
+                        self.collector.begin(start)
+                    self.collector.add(seeds, chosen, first=not number)
+                else:
+                    joins = self._joins and start is None and self.collector.joins
+                    taken = self.collector.backward(seeds, onto if joins else None, chosen, start)
+        if self._parts > 1:
+            taken = self.collector.total(1.0)
+        outcome = over.outcome
+        assert outcome is not None
+        named = self._read_named(outcome.named) if outcome.named else None
+        return Computed(self._read(outcome.loss), 1.0, taken, over.left(), named)
 
     def _now(self) -> list[int]:
         return list(map(id, itertools.chain.from_iterable(self._values)))
@@ -288,6 +341,7 @@ class Lane:
         """Undo what computing gradients left behind."""
         drop(self.parameters)
         self.buffers.restore()
+        self.buffers.of_loss = {}
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """Begin metrics over a chunk, as ``seams.Framework.measure`` says."""

@@ -1,0 +1,196 @@
+"""A loss over the whole batch: outputs of all replicas in, a gradient for each of their rows out.
+
+Every worker gets the rows of all, and computes the same loss from them: same shapes, threads and generators. So the
+loss needs no exchange of its own. A replica goes back from its own rows. With one replica, in one part, its graph is
+still there; else each part is computed once more, from the same key and buffers (GradCache: Gao et al., 2021). Both
+passes record a graph, though the first one drops it: without, some modules of torch compute by other kernels.
+
+Gradients of the loss with respect to parameters that it uses itself are there once, and belong to no replica. The last
+replica begins with them, so they are in the sum once and at one place, wherever replicas are computed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.definition import rows
+from phalanx.definition.data import Share, map_tree
+from phalanx.definition.fields import Definition
+from phalanx.frameworks.torch.arithmetic import Gradient, bytes_of, checksum
+from phalanx.frameworks.torch.replica.buffers import Buffers, Left
+from phalanx.frameworks.torch.replica.forward import Forward
+from phalanx.frameworks.torch.replica.gradient import Seeds
+from phalanx.seams.records import Named, Todo, Watch
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+@dataclass
+class Outcome:
+    """What the loss of a batch came to.
+
+    Attributes
+    ----------
+    loss : torch.Tensor
+    named : Named or None
+    seeds : dict of int to list
+        By replica: the gradient of the loss with respect to each tensor of its outputs, None where there is none.
+    own : Gradient
+        With respect to parameters.
+    last : int
+        The replica that takes up ``own``.
+    """
+
+    loss: torch.Tensor
+    named: Named | None
+    seeds: dict[int, list[torch.Tensor | None]]
+    own: Gradient
+    last: int
+
+
+class OverBatch:
+    """Computes a model's loss over the whole batch.
+
+    Parameters
+    ----------
+    definition : Definition
+    forwards : sequence of Forward
+        Of each phase.
+    batch : callable
+        ``batch(key, share, watch)``.
+    seed : callable
+        ``seed(key)`` seeds all generators.
+    buffers : Buffers
+    parameters : sequence of torch.nn.Parameter
+
+    Attributes
+    ----------
+    outcome : Outcome or None
+        Of the present step.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        forwards: Sequence[Forward],
+        batch: Callable[[int | None, Share, Watch | None], Any],
+        seed: Callable[[int], None],
+        buffers: Buffers,
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self._definition, self._forwards = definition, forwards
+        self._batch, self._seed, self._buffers = batch, seed, buffers
+        self._parameters = parameters
+        self._device = parameters[0].device
+        self._parts = definition.micro_batches
+        self._rows = rows.Rows(_pack, self._unpack)
+        self._kept: tuple[int, list[torch.Tensor], Left] | None = None
+        self.outcome: Outcome | None = None
+
+    def pieces(self, share: Share) -> list[Share]:
+        """The parts that are computed one after another."""
+        return [share] if self._parts == 1 else share.cut(self._parts)
+
+    def said(self, one: Todo, *, keep: bool) -> bytes:
+        """Compute a replica's outputs; what it says to all. ``keep``: its graph stays until it goes back."""
+        self.outcome = self._kept = None
+        self._buffers.begin()
+        outputs, seen, counts = list[Any](), list[Any](), list[int]()
+        forward = self._forwards[one.phase]
+        for number, piece in enumerate(self.pieces(one.share)):
+            batch = self._batch(None if number else one.key, piece, None)
+            output, target = forward.rows(batch, piece.origin)
+            outputs.append(output if keep else map_tree(_detached, output))
+            seen.append(target)
+            counts.append(len(piece.samples))
+        left = self._buffers.left()
+        if keep:
+            self._kept = one.replica, rows.leaves_of(outputs[0]), left
+        changed = [None if value is start else value for value, start in zip(left, self._buffers.starts, strict=True)]
+        return self._rows.said([map_tree(_detached, each) for each in outputs], seen, counts, changed)
+
+    def compute(self, said: Sequence[bytes], key: int, phase: int, chosen: Sequence[torch.Tensor] | None) -> int:
+        """The loss from what all replicas said; returns a checksum of it, and of what it wrote into buffers."""
+        output, seen, beside = self._rows.heard(said)
+        starts, samples = self._buffers.starts, self._rows.samples
+        lefts = [
+            [mine if value is None else value for mine, value in zip(starts, each, strict=True)] for each in beside
+        ]
+        leaves = [leaf for leaf in rows.leaves_of(output) if isinstance(leaf, torch.Tensor)]
+        for leaf in leaves:
+            if leaf.is_floating_point() or leaf.is_complex():
+                leaf.requires_grad_()
+        self._seed(key)
+        with self._buffers.shown(list(zip(samples, lefts, strict=True))):
+            loss, _, named = self._forwards[phase].of_rows(output, seen)
+        inputs = [leaf for leaf in leaves if leaf.requires_grad]
+        inputs += [leaf for leaf in self._parameters if leaf.requires_grad] if chosen is None else chosen
+        found = dict(zip(map(id, inputs), torch.autograd.grad(loss, inputs, allow_unused=True), strict=True))
+        gradients = [found.get(id(leaf)) for leaf in leaves]
+        seeds = self._rows.dealt([None if grad is None else grad.split(samples) for grad in gradients])
+        own = [found.get(id(parameter)) for parameter in self._parameters]
+        self.outcome = Outcome(loss.detach().reshape(()), named, seeds, own, self._rows.ran[-1])
+        written = self._buffers.of_loss
+        facts = [*written, checksum(list(written.values()))]
+        if self._device.type == "cpu":  # others would be waited for
+            facts.append(checksum([self.outcome.loss]))
+        return zlib.crc32(repr(facts).encode())
+
+    def begin(self, one: Todo, watch: Watch | None) -> None:
+        """A replica is about to go back: it starts from the step's buffers, unless its graph is still there."""
+        if self._kept is None or watch is not None or self._kept[0] != one.replica:
+            self._kept = None
+            self._buffers.begin()
+
+    def backward(self, one: Todo, watch: Watch | None) -> Iterator[tuple[Seeds, Gradient | None]]:
+        """For each part of a replica: outputs with their gradients, and what the part's gradient is added to."""
+        assert self.outcome is not None
+        seeds, kept = self.outcome.seeds[one.replica], self._kept
+        start = self.outcome.own if one.replica == self.outcome.last else None
+        if start is not None and not any(entry is not None for entry in start):
+            start = None
+        pieces = self.pieces(one.share)
+        cut = [
+            [None] * len(pieces) if seed is None else seed.split([len(piece.samples) for piece in pieces])
+            for seed in seeds
+        ]
+        for number, piece in enumerate(pieces):
+            leaves = kept[1] if kept is not None else self._again(one, None if number else one.key, piece, watch)
+            pairs = zip(leaves, (parts[number] for parts in cut), strict=True)
+            yield [(leaf, seed) for leaf, seed in pairs if seed is not None and leaf.requires_grad], start
+            start = None
+
+    def left(self) -> Left:
+        """The buffers as the replica that went back has left them."""
+        kept, self._kept = self._kept, None
+        return self._buffers.left() if kept is None else kept[2]
+
+    def _again(self, one: Todo, key: int | None, piece: Share, watch: Watch | None) -> list[torch.Tensor]:
+        batch = self._batch(key, piece, watch)
+        output, _ = self._forwards[one.phase].rows(batch, piece.origin)
+        if watch is not None:
+            watch.report("output", "", output)
+        return rows.leaves_of(output)
+
+    def _unpack(self, dtype: str, shape: Sequence[int], memory: memoryview) -> Any:
+        if dtype not in DTYPES:
+            return rows.numpy_unpacked(dtype, shape, memory)
+        content = torch.frombuffer(bytearray(memory), dtype=torch.uint8) if len(memory) else torch.empty(0)
+        flat = content.view(DTYPES[dtype]) if len(memory) else content.to(DTYPES[dtype])
+        return flat.view(*shape).to(self._device)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _pack(leaf: Any) -> rows.Packed:
+    if not isinstance(leaf, torch.Tensor):
+        return rows.numpy_packed(leaf)
+    content = memoryview(bytes_of(leaf).cpu().numpy().data) if leaf.numel() else b""
+    return str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), content
