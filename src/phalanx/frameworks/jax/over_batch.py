@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from phalanx.definition import rows
+from phalanx.definition.batches import cut
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.arithmetic import Gradient
@@ -105,7 +106,7 @@ class OverBatch:
         return Computed(self._loss, 1.0, total, left(begun, state))
 
     def _pieces(self, share: Share) -> list[Share]:
-        return [share] if self._parts == 1 else share.cut(self._parts)
+        return [share] if self._parts == 1 else cut(share, self._parts)
 
     def _passed(self, one: Todo, number: int, piece: Share, state: Any) -> tuple[Any, Pass]:
         batch = self._batch(None if number else one.key, piece)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from phalanx.definition import rows
+from phalanx.definition.batches import cut
 from phalanx.definition.data import Share, map_tree
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch.arithmetic import Gradient, bytes_of, checksum
@@ -94,7 +95,7 @@ class OverBatch:
 
     def pieces(self, share: Share) -> list[Share]:
         """The parts that are computed one after another."""
-        return [share] if self._parts == 1 else share.cut(self._parts)
+        return [share] if self._parts == 1 else cut(share, self._parts)
 
     def said(self, one: Todo, *, keep: bool) -> bytes:
         """Compute a replica's outputs; what it says to all. ``keep``: its graph stays until it goes back."""
@@ -155,13 +156,13 @@ class OverBatch:
         if start is not None and not any(entry is not None for entry in start):
             start = None
         pieces = self.pieces(one.share)
-        cut = [
+        parted = [
             [None] * len(pieces) if seed is None else seed.split([len(piece.samples) for piece in pieces])
             for seed in seeds
         ]
         for number, piece in enumerate(pieces):
             leaves = kept[1] if kept is not None else self._again(one, None if number else one.key, piece, watch)
-            pairs = zip(leaves, (parts[number] for parts in cut), strict=True)
+            pairs = zip(leaves, (parts[number] for parts in parted), strict=True)
             yield [(leaf, seed) for leaf, seed in pairs if seed is not None and leaf.requires_grad], start
             start = None
 
