@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -80,11 +80,10 @@ class Forward:
     ) -> None:
         self.loss_fn: Callable[..., Any] | None = definition.loss_fn if phase is None else phase.loss_fn
         fields = definition if phase is None else phase
-        own = "the model's own loss" if definition.forward_fn is None else "the loss of forward_fn"
-        self.named = own if self.loss_fn is None else "loss_fn"
         self._takes_model, self._over_batch = fields.loss_takes == "model", fields.loss_over == "batch"
         check_stateless(self.loss_fn)
         self._definition = definition
+        self.own = definition.forward_fn is None
         self._model = model
         self._device = device
         self._later = later
@@ -126,35 +125,53 @@ class Forward:
 
         Such a mean is the mean of what it is for two parts, weighted by their sizes. These have no common divisor: two
         halves of eight samples have equally many of a class in one case of four, and class weights would not show then.
-        In evaluation mode dropout and batch norm change nothing. ``begin`` puts buffers back before each call.
+        ``begin`` puts buffers back before each call.
         """
-        rows = torch.arange(samples, device=self._device)
+        rows, plain = torch.arange(samples, device=self._device), self.loss_fn and not self._takes_model
         cut = next((size for size in range(samples // 2, 0, -1) if math.gcd(size, samples) == 1), 0)
-        owned = {**self._definition.generators, **generators.find({"model": self._model})}
-        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
-        def value(part: torch.Tensor) -> float:
+        def pick(tree: Any, part: torch.Tensor) -> Any:
+            return map_tree(lambda leaf: leaf.view(samples, *leaf.shape[1:])[part], tree)  # raises for other sizes
+
+        def value(part: torch.Tensor, *, of_output: bool = False) -> float:
             begin()
-            picked = map_tree(lambda leaf: leaf.view(samples, *leaf.shape[1:])[part], batch)  # refuses other sizes
             try:
-                return float(_split("", self._loss(picked, "", None))[0])
-            except Exception as error:  # a model may need a certain size, and a loss two samples
-                if 1 < len(part) < samples and checks.GIVEN in str(getattr(error, "__notes__", "")):
+                if of_output:
+                    loss = self._of_rows(pick(self.output(batch, ""), part), pick(self.target(batch), part))
+                else:
+                    loss = self._loss(pick(batch, part), "", None)
+                return float(_split("", loss)[0])
+            except Exception:
+                if plain and 1 < len(part) < samples:  # a loss may need two samples, and a model a certain size
                     return math.nan
                 raise
 
+        def agrees(**of: bool) -> bool | None:
+            one, other = value(rows[:cut], **of), value(rows[cut:], **of)
+            allowed = self._tolerance * max(map(abs, (whole, one, other)))
+            if abs(whole - other - (one - other) * cut / samples) <= allowed:
+                return True if abs(one - other) > allowed else None
+            return False
+
+        told = None
+        with self._apart(), contextlib.suppress(Exception):
+            whole = value(rows)
+            told = agrees() if cut else None
+            if told is False and value(rows) - whole != 0:  # it draws random numbers, or is not finite
+                told = None
+            if told is False and plain and agrees(of_output=True):  # it is the model that mixes samples
+                told = None
+        begin()
+        return told
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Inside, nothing moves: evaluation mode, no graph, no warning, nothing compiled, generators put back."""
+        owned = {**self._definition.generators, **generators.find({"model": self._model})}
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
         quiet = warnings.catch_warnings(action="ignore")
-        try:
-            with generators.kept(owned), evaluating(self._model), torch.no_grad(), eager, quiet:
-                whole, one, other = (value(part) for part in (rows, rows[:cut], rows[cut:]) if cut)
-                allowed = self._tolerance * max(map(abs, (whole, one, other)))
-                if abs(whole - other - (one - other) * cut / samples) <= allowed:
-                    return True if abs(one - other) > allowed else None
-                return False if value(rows) - whole == 0 else None  # it draws random numbers, or is not finite
-        except Exception:
-            return None
-        finally:
-            begin()
+        with generators.kept(owned), evaluating(self._model), torch.no_grad(), eager, quiet:
+            yield
 
     def rows(self, batch: Any, origin: str) -> tuple[Any, Any]:
         """The output of a share, and what a loss over the whole batch takes beside it."""
@@ -430,20 +447,19 @@ class NoMean:
         if reason or mean is False:
             self._looks = 0
         if mean is False or (reason and mean is None):
+            own = "the model's own loss" if forward.own else "the loss of forward_fn"
+            who, way = ("loss_fn", WRAPPED) if loss_fn else (own, RETURNED)
             checks.warn(
-                f"{forward.named} {reason or UNLIKE}, so it is no mean over samples, and it returns no weight: the "
-                f"replicas' mean differs from the whole batch's. {RETURNED if loss_fn is None else WRAPPED}{OTHERWISE}"
+                f"{who} {reason or UNLIKE}, so it is no mean over samples, and it returns no weight: the replicas' "
+                f"mean differs from the whole batch's. {way}{OTHERWISE}"
             )
 
 
 def _has(batch: Any, target: int, *, waits: bool) -> bool:
     """Whether some integer in a batch is this one; ``waits``: on devices, too."""
     tensors = [leaf for _, leaf in leaves(batch, "", lists=True) if isinstance(leaf, torch.Tensor)]
-    return any(
-        bool((leaf == target).any())
-        for leaf in tensors
-        if not (leaf.is_floating_point() or leaf.is_complex()) and (waits or leaf.device.type == "cpu")
-    )
+    whole = [leaf for leaf in tensors if not leaf.is_floating_point() and (waits or leaf.device.type == "cpu")]
+    return any(bool((leaf == target).any()) for leaf in whole)
 
 
 def _option(loss_fn: Any, name: str, default: Any) -> Any:
