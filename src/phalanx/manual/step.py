@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from phalanx.frameworks.torch.environment import plain_autograd
 from phalanx.frameworks.torch.model import check_trained
 from phalanx.frameworks.torch.replica.buffers import Buffers
 from phalanx.frameworks.torch.replica.feed import DeviceFeed
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean, as_tensors, check_stateless
+from phalanx.frameworks.torch.replica.forward import NoMean, as_tensors, check_stateless
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.manual.replicas import ORDERED, average, tensors_of
@@ -38,6 +39,8 @@ from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weig
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import alone
 
+# There is nothing else that stays from step to step. Entries go with their models.
+LOOKED: weakref.WeakKeyDictionary[torch.nn.Module, NoMean] = weakref.WeakKeyDictionary()
 WAY_OUT = "as in [torch.optim.AdamW(replica.parameters(), lr=1e-3) for replica in replicas]"
 
 
@@ -133,8 +136,10 @@ def data_parallel_step(
     for name, hook in (("before_shard", before_shard), ("after_sync", after_sync), ("after_step", after_step)):
         checks.function(name, hook, f"{name}=print")
     changed = None if before_shard is None else before_shard(batch)
-    shares, ambiguous = _dealt(batch if changed is None else changed, len(replicas)), AmbiguousMean(definition, looks=1)
-    tasks = [_task(definition, ambiguous, *one) for one in zip(range(len(replicas)), replicas, shares, strict=True)]
+    shares = _dealt(batch if changed is None else changed, len(replicas))
+    no_mean = LOOKED.setdefault(replicas[0], NoMean(len(replicas)))
+    no_mean.compared.add(0)
+    tasks = [_task(definition, no_mean, *one) for one in zip(range(len(replicas)), replicas, shares, strict=True)]
     try:
         for task in tasks:
             drop(task.lane.parameters)  # a stale gradient would be added to the next, or averaged in its place
@@ -204,9 +209,9 @@ def _dealt(batch: Any, count: int) -> list[Share]:
     return dealt(Share(np.arange(len(source)), reader, "batch"), count)
 
 
-def _task(definition: Definition, ambiguous: AmbiguousMean, replica: int, model: torch.nn.Module, share: Share) -> Task:
+def _task(definition: Definition, no_mean: NoMean, replica: int, model: torch.nn.Module, share: Share) -> Task:
     feed = DeviceFeed(Given(), next(model.parameters()).device, ahead=False)
-    return Task(replica, Lane(definition, model, feed.batch, Buffers(model), ambiguous, later=True), share)
+    return Task(replica, Lane(definition, model, feed.batch, Buffers(model), no_mean, later=True), share)
 
 
 def _compute(tasks: Sequence[Task]) -> None:

@@ -20,7 +20,7 @@ from phalanx.frameworks.torch.model import checked
 from phalanx.frameworks.torch.optimizer import eval_point, has_modes, retrain, updates_of
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import Feed, opened
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean
+from phalanx.frameworks.torch.replica.forward import NoMean
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.frameworks.torch.results import exported
 from phalanx.frameworks.torch.sharing import Sharing
@@ -74,8 +74,8 @@ class Torch:
         """What computes replicas, with the model where it is to be."""
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
-        buffers, ambiguous = Buffers(model, definition.buffers), AmbiguousMean(definition)
-        return Lane(definition, model, feed.batch, buffers, ambiguous, seed=feed.seed)
+        buffers, no_mean = Buffers(model, definition.buffers), NoMean(definition.replicas)
+        return Lane(definition, model, feed.batch, buffers, no_mean, seed=feed.seed)
 
     def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
         self._lane, self._rounds = self._lane_on(definition, model), definition.rounds

@@ -18,7 +18,7 @@ from phalanx.frameworks.torch.arithmetic import DeviceArithmetic, Gradient
 from phalanx.frameworks.torch.model import checked, put
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
 from phalanx.frameworks.torch.replica.feed import DeviceFeed, Feed, opened
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean
+from phalanx.frameworks.torch.replica.forward import NoMean
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.seams import Arithmetic
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
@@ -67,13 +67,12 @@ class TorchDevice(Torch):
         host = Feed(definition, model, self._shapes)
         ahead = definition.collate_fn is None and definition.micro_batches == 1
         self._feed = DeviceFeed(host, self._device, ahead=ahead)
-        ambiguous = AmbiguousMean(definition)
         return Lane(
             definition,
             model,
             self._feed.batch,
             Buffers(model, definition.buffers),
-            ambiguous,
+            NoMean(definition.replicas),
             later=True,
             seed=host.seed,
         )

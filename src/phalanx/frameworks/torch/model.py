@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
+from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import torch
@@ -158,3 +160,19 @@ def _shared(model: torch.nn.Module) -> list[list[str]]:
     for path, tensor in _tensors(model).items():
         paths.setdefault(id(tensor), []).append(path)
     return [listed for listed in paths.values() if len(listed) > 1]
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; every module's own mode after it.
+
+    The attribute is set, ``eval()`` is not called: modules that do more there (merge adapters, say) would stay changed.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

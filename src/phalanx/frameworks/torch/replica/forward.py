@@ -9,38 +9,46 @@ if they return no weight: the mean over replicas is another number.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from phalanx.definition import checks
+from phalanx.definition import checks, generators
 from phalanx.definition.data import is_pair, leaves, map_tree, target_of
 from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import WEIGHED, Definition, Phase
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
+from phalanx.frameworks.torch.model import evaluating
 from phalanx.seams.records import Named, Watch
 
 IGNORED = -100
+LOOKS = 64
+TOLERANCES, COARSE = {torch.float64: 1e-9, torch.float32: 1e-4}, 2e-2  # relative, of means of parts
 TAKES_MODEL = "; loss_takes='model' calls loss_fn(model, batch) instead (docs/cookbook.md has Mixup)"
 CALLS = (
     "; phalanx calls model(x) where it is (x, y), model(**batch) where it is a dict, else model(batch); for anything "
     "else pass forward_fn=lambda model, batch: ..., and target_fn=lambda batch: ... for the target"
 )
 TOLERANCE = 0.05  # relative: beside the mean there may be a small loss of another kind
-LOOKS = 64
-MOST_NAMES, LONGEST_NAME = 8, 64  # of named losses; as JSON, with quotes
-WRAPPED = "Wrap it: phalanx.weighted(loss_fn, count)"
+UNLIKE = "comes to something else for a share than the mean of what it comes to for two parts of it"
+WRAPPED = "If it is the mean of something else, return of how many: wrap it, phalanx.weighted(loss_fn, count)"
 RETURNED = (
     "Return the weight, too: (loss, what it is the mean of), as (batch['labels'] != -100).sum(). Labels are counted "
     "here where forward_fn=lambda model, batch: model(**batch) returns the whole output, not its loss; if that was "
     "divided by num_items_in_batch: leave that out"
 )
+OTHERWISE = ". If it compares samples, give it all: loss_fn=..., loss_over='batch'. Or take replicas=1"
+MOST_NAMES, LONGEST_NAME = 8, 64  # of named losses; as JSON, with quotes
 
 Form = Callable[[torch.Tensor], torch.Tensor]
 
@@ -70,15 +78,17 @@ class Forward:
         later: bool = False,
         phase: Phase | None = None,
     ) -> None:
-        self._loss_fn: Callable[..., Any] | None = definition.loss_fn if phase is None else phase.loss_fn
+        self.loss_fn: Callable[..., Any] | None = definition.loss_fn if phase is None else phase.loss_fn
         fields = definition if phase is None else phase
         self._takes_model, self._over_batch = fields.loss_takes == "model", fields.loss_over == "batch"
-        check_stateless(self._loss_fn)
+        check_stateless(self.loss_fn)
         self._definition = definition
+        self.own = definition.forward_fn is None
         self._model = model
         self._device = device
         self._later = later
-        self._tokens = TokenMean() if self._loss_fn is None and definition.replicas > 1 else None
+        self._tokens = TokenMean() if self.loss_fn is None and definition.replicas > 1 else None
+        self._tolerance = max(TOLERANCES.get(parameter.dtype, COARSE) for parameter in model.parameters())
         self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     def output(self, batch: Any, origin: str, forward_fn: Callable[..., Any] | None = None) -> Any:
@@ -110,6 +120,59 @@ class Forward:
             value = self._loss(batch, origin, watch)
         return self._checked(value, batch, origin)
 
+    def is_mean(self, batch: Any, samples: int, begin: Callable[[], None]) -> bool | None:
+        """Whether the loss is a mean over samples, asked of a batch; None where that cannot be told.
+
+        Such a mean is the mean of what it is for two parts, weighted by their sizes. These have no common divisor: two
+        halves of eight samples have equally many of a class in one case of four, and class weights would not show then.
+        ``begin`` puts buffers back before each call.
+        """
+        rows, plain = torch.arange(samples, device=self._device), self.loss_fn and not self._takes_model
+        cut = next((size for size in range(samples // 2, 0, -1) if math.gcd(size, samples) == 1), 0)
+
+        def pick(tree: Any, part: torch.Tensor) -> Any:
+            return map_tree(lambda leaf: leaf.view(samples, *leaf.shape[1:])[part], tree)  # raises for other sizes
+
+        def value(part: torch.Tensor, *, of_output: bool = False) -> float:
+            begin()
+            try:
+                if of_output:
+                    loss = self._of_rows(pick(self.output(batch, ""), part), pick(self.target(batch), part))
+                else:
+                    loss = self._loss(pick(batch, part), "", None)
+                return float(_split("", loss)[0])
+            except Exception:
+                if plain and 1 < len(part) < samples:  # a loss may need two samples, and a model a certain size
+                    return math.nan
+                raise
+
+        def agrees(**of: bool) -> bool | None:
+            one, other = value(rows[:cut], **of), value(rows[cut:], **of)
+            allowed = self._tolerance * max(map(abs, (whole, one, other)))
+            if abs(whole - other - (one - other) * cut / samples) <= allowed:
+                return True if abs(one - other) > allowed else None
+            return False
+
+        told = None
+        with self._apart(), contextlib.suppress(Exception):
+            whole = value(rows)
+            told = agrees() if cut else None
+            if told is False and value(rows) - whole != 0:  # it draws random numbers, or is not finite
+                told = None
+            if told is False and plain and agrees(of_output=True):  # it is the model that mixes samples
+                told = None
+        begin()
+        return told
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Inside, nothing moves: evaluation mode, no graph, no warning, nothing compiled, generators put back."""
+        owned = {**self._definition.generators, **generators.find({"model": self._model})}
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+        quiet = warnings.catch_warnings(action="ignore")
+        with generators.kept(owned), evaluating(self._model), torch.no_grad(), eager, quiet:
+            yield
+
     def rows(self, batch: Any, origin: str) -> tuple[Any, Any]:
         """The output of a share, and what a loss over the whole batch takes beside it."""
         with autocast(self._device, self._definition.precision):
@@ -126,14 +189,14 @@ class Forward:
         return self.to_device(batch)
 
     def _of_rows(self, output: Any, seen: Any) -> Any:
-        loss_fn = self._loss_fn
+        loss_fn = self.loss_fn
         assert loss_fn is not None, "a recipe refuses that"
         with checks.noting(output, seen):
             return loss_fn(self._model, output, seen) if self._takes_model else loss_fn(output, seen)
 
     def _checked(self, value: Any, batch: Any, origin: str) -> tuple[torch.Tensor, Any, Named | None]:
         """A loss, and what came with it, out of what user code returned."""
-        name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
+        name = "loss_fn" if self.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         loss, weight, named = _split(name, value)
         if self._over_batch and weight is not None:
             raise UsageError(WEIGHED)
@@ -145,7 +208,7 @@ class Forward:
         return loss, None if weight is None else checks.weight(name, weight), named
 
     def _loss(self, batch: Any, origin: str, watch: Watch | None) -> Any:
-        loss_fn = self._loss_fn
+        loss_fn = self.loss_fn
         if self._takes_model and not self._over_batch:
             assert loss_fn is not None, "a recipe refuses that"
             return loss_fn(self._model, self.to_device(batch))
@@ -189,7 +252,7 @@ class Forward:
         return value
 
     def _check_loss(self, name: str, loss: Any, batch: Any, origin: str) -> None:
-        if self._loss_fn is None and isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        if self.loss_fn is None and isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise UsageError(
                 f"loss_fn is missing: {name} returned a tensor of shape {tuple(loss.shape)}, which is no loss; pass "
                 "one, as in loss_fn=torch.nn.functional.cross_entropy, or return the loss, as in loss.mean()"
@@ -342,14 +405,13 @@ def _is_mean(form: Form, logits: torch.Tensor, labels: torch.Tensor, loss: torch
     return bool(torch.isclose(mean, loss.detach().float(), rtol=TOLERANCE, atol=0.0, equal_nan=True))
 
 
-class AmbiguousMean:
-    """Warns once if the loss looks like a mean over something else than samples, and returned no weight.
+class NoMean:
+    """Warns once of a loss that is no mean over samples, and returned no weight. Losses of replica 0 are looked at.
 
     Parameters
     ----------
-    definition : Definition
-    looks : int
-        At how many replica-steps it looks; 1 where it is made for each step anew.
+    replicas : int
+        Of the recipe.
 
     Attributes
     ----------
@@ -357,40 +419,47 @@ class AmbiguousMean:
         The phases and metrics whose losses were called, and compare outputs and targets of sizes that fit.
     """
 
-    def __init__(self, definition: Definition, looks: int = LOOKS) -> None:
-        self._loss_fn = definition.loss_fn
-        self._weights = None if _option(self._loss_fn, "weight", None) is None else "has class weights"
-        self._own = definition.forward_fn is None
-        self.compared: set[Any] = {0} if looks == 1 else set()
-        self._looks = looks if definition.replicas > 1 and definition.phases is None else 0
+    def __init__(self, replicas: int) -> None:
+        self.compared = set[Any]()
+        self._looks = LOOKS if replicas > 1 else 0
+        self._asked = set[int]()  # phases
 
-    def warn(self, weight: float | None, batch: Any) -> None:
-        """Look at the first replica-steps of a run; a first share may be one without padding.
+    def look(
+        self, forward: Forward, phase: int, begin: Callable[[], None], batch: Any, samples: int, weight: Any
+    ) -> None:
+        """Ask a loss about its batch, once the graph is gone: the first, and the first that may ignore targets of it.
 
-        A device is waited for in the very first only.
+        A first share may be one without padding. A device is waited for in the very first only.
         """
-        if not self._looks:
+        if not self._looks or weight is not None:
             return
-        waits = self._looks == LOOKS
-        self._looks = 0 if weight is not None else self._looks - 1
-        reason = None if weight is not None else self._weights or self._ignored_targets(batch, waits)
-        if reason is not None:
+        loss_fn, waits, reason, mean = forward.loss_fn, self._looks == LOOKS, None, None
+        if _has(batch, ignored := _option(loss_fn, "ignore_index", IGNORED), waits=waits):
+            reason = f"seems to ignore targets of {ignored}, which the data has"
+        self._looks -= 1
+        if phase in self._asked and not reason:
+            return
+        self._asked.add(phase)
+        if _option(loss_fn, "weight", None) is not None:
+            reason = "has class weights"
+        else:
+            mean = forward.is_mean(batch, samples, begin)
+        if reason or mean is False:
             self._looks = 0
-            who = "the model's own loss" if self._own else "the loss of forward_fn"
-            who, way = (who, RETURNED) if self._loss_fn is None else ("loss_fn", WRAPPED)
+        if mean is False or (reason and mean is None):
+            own = "the model's own loss" if forward.own else "the loss of forward_fn"
+            who, way = ("loss_fn", WRAPPED) if loss_fn else (own, RETURNED)
             checks.warn(
-                f"{who} {reason}, so its mean is not over samples, and it returns no weight: the replicas' mean "
-                f"differs from the whole batch's. {way}"
+                f"{who} {reason or UNLIKE}, so it is no mean over samples, and it returns no weight: the replicas' "
+                f"mean differs from the whole batch's. {way}{OTHERWISE}"
             )
 
-    def _ignored_targets(self, batch: Any, waits: bool) -> str | None:
-        ignored = _option(self._loss_fn, "ignore_index", IGNORED)
-        for _, leaf in leaves(batch, "", lists=True):
-            if not isinstance(leaf, torch.Tensor) or not (waits or leaf.device.type == "cpu"):
-                continue
-            if not leaf.is_floating_point() and not leaf.is_complex() and bool((leaf == ignored).any()):
-                return f"seems to ignore targets of {ignored}, which the data has"
-        return None
+
+def _has(batch: Any, target: int, *, waits: bool) -> bool:
+    """Whether some integer in a batch is this one; ``waits``: on devices, too."""
+    tensors = [leaf for _, leaf in leaves(batch, "", lists=True) if isinstance(leaf, torch.Tensor)]
+    whole = [leaf for leaf in tensors if not leaf.is_floating_point() and (waits or leaf.device.type == "cpu")]
+    return any(bool((leaf == target).any()) for leaf in whole)
 
 
 def _option(loss_fn: Any, name: str, default: Any) -> Any:

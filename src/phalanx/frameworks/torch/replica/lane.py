@@ -19,10 +19,10 @@ from phalanx.definition.fields import Definition
 from phalanx.errors import InPartsError, UsageError, safe_str
 from phalanx.frameworks.torch.arithmetic import Gradient, word_sum
 from phalanx.frameworks.torch.environment import explain
-from phalanx.frameworks.torch.model import check_mode
+from phalanx.frameworks.torch.model import check_mode, evaluating
 from phalanx.frameworks.torch.optimizer import covered
 from phalanx.frameworks.torch.replica.buffers import Buffers
-from phalanx.frameworks.torch.replica.forward import AmbiguousMean, Forward
+from phalanx.frameworks.torch.replica.forward import Forward, NoMean
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.over_batch import OverBatch
 from phalanx.frameworks.torch.replica.watching import watching
@@ -53,7 +53,7 @@ class Lane:
         without a key they go on from where they are.
     buffers : Buffers
         The model's.
-    ambiguous : AmbiguousMean
+    no_mean : NoMean
         Warns of the recipe's loss, once.
     seed : callable, optional
         ``seed(key)`` seeds all generators, for a loss over the whole batch.
@@ -75,7 +75,7 @@ class Lane:
         model: torch.nn.Module,
         batch: Callable[[int | None, Share], Any],
         buffers: Buffers,
-        ambiguous: AmbiguousMean,
+        no_mean: NoMean,
         *,
         later: bool = False,
         seed: Callable[[int], Any] = bool,
@@ -98,7 +98,7 @@ class Lane:
         device = self.parameters[0].device
         self._forwards = [Forward(definition, model, device, later=unread, phase=phase) for phase in phases]
         self._chosen = [None if phase is None else covered(phase, self.named, model) for phase in phases]
-        self._ambiguous = ambiguous
+        self._no_mean = no_mean
         if any(map(definition.over_batch, range(len(phases)))):
             self._over = OverBatch(definition, self._forwards, self._batch, seed, buffers, self.parameters)
         self._over_batch = [definition.over_batch(phase) for phase in range(len(phases))]
@@ -163,9 +163,12 @@ class Lane:
                 read, named = self._read(loss), self._read_named(named) if named else None
             else:
                 read, weight, taken, named = self._in_parts(todo, watch)
+            buffers = self.buffers.left()
+            if watch is None and not todo.replica:  # so one worker has it
+                self._no_mean.look(self._forwards[todo.phase], todo.phase, self.buffers.begin, *self._seen)
+            self._seen = None, 0, None
             if self._shared:
                 self._check_unwritten(versions, "in forward, loss_fn or a hook", IN_FORWARD)
-            buffers = self.buffers.left()
             if watch is not None:
                 for name, value in zip(self.buffers.paths, buffers, strict=True):
                     watch.report("buffer", name, value)
@@ -287,7 +290,7 @@ class Lane:
         self, batch: Any, todo: Todo, share: Share, watch: Watch | None
     ) -> tuple[torch.Tensor, Any, Named | None]:
         """The loss of a batch, and the weight and named losses that came with it. Known errors are explained."""
-        compute, compared = self._forwards[todo.phase].loss, self._ambiguous.compared
+        compute, compared = self._forwards[todo.phase].loss, self._no_mean.compared
         try:
             if todo.phase in compared:
                 loss, weight, named = compute(batch, share.origin, watch)
@@ -297,7 +300,7 @@ class Lane:
         except Exception as error:
             _explain(error, len(share.samples))
             raise
-        self._ambiguous.warn(weight, batch)
+        self._seen = batch, len(share.samples), weight
         return loss, weight, named
 
     def _read(self, loss: torch.Tensor) -> Any:
@@ -349,7 +352,7 @@ class Lane:
         with evaluating(self.model), torch.no_grad(), substituted(self.named, weights or {}):
             self.buffers.begin()
             try:
-                comparing = checks.comparing(self._ambiguous.compared, metrics.key)
+                comparing = checks.comparing(self._no_mean.compared, metrics.key)
                 with comparing, interrupts.held(), interrupts.user_code():
                     values = self._forwards[0].evaluated(metrics, self._read_batch(key, share), share.origin)
             finally:
@@ -370,22 +373,6 @@ class Lane:
             raise UsageError(
                 f"parameter {name!r} was written in place {where}: what follows would start from other weights; {way}"
             )
-
-
-@contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; every module's own mode after it.
-
-    The attribute is set, ``eval()`` is not called: modules that do more there (merge adapters, say) would stay changed.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _weight(todo: Todo, returned: float | None) -> float:
