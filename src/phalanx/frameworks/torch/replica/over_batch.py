@@ -205,7 +205,7 @@ class OverBatch:
             return rows.numpy_unpacked(dtype, shape, memory)
         content = torch.frombuffer(bytearray(memory), dtype=torch.uint8) if len(memory) else torch.empty(0)
         flat = content.view(DTYPES[dtype]) if len(memory) else content.to(DTYPES[dtype])
-        return flat.view(*shape).to(self._device)
+        return flat.view(tuple(shape)).to(self._device)
 
 
 def _detached(leaf: Any) -> Any:
