@@ -76,7 +76,8 @@ class OverBatch:
             self._kept = (one.replica, passed) if keep else None
         self._form = outputs[0], targets[0]
         read, known = ([jax.tree.map(_read, each) for each in column] for column in (outputs, targets))
-        return rows.encoded([sum(counts), *self._stacked(read, known, counts)], rows.numpy_packed)
+        output, target = self._stacked(read, known, counts)
+        return rows.encoded({"samples": sum(counts), "output": output, "target": target}, rows.numpy_packed)
 
     def compute(self, said: Sequence[bytes]) -> int:
         """The loss from what all replicas said; returns a checksum of it."""

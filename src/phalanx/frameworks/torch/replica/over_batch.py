@@ -55,9 +55,13 @@ class Outcome:
 
 @dataclass
 class Heard:
-    """What all replicas said: trees of outputs and of what the loss takes, and buffers that forward left."""
+    """What all replicas said: trees of outputs and of what the loss takes, and buffers that forward left.
+
+    ``trained``: whether a gradient goes back from each array of an output.
+    """
 
     samples: list[int] = field(default_factory=list[int])
+    trained: list[list[bool]] = field(default_factory=list[list[bool]])
     outputs: list[Any] = field(default_factory=list[Any])
     seen: list[Any] = field(default_factory=list[Any])
     buffers: list[tuple[int, Left]] = field(default_factory=list[tuple[int, Left]])
@@ -110,11 +114,12 @@ class OverBatch:
         """Compute a replica's outputs; what it says to all. ``keep``: its graph stays until it goes back."""
         self.outcome = self._kept = None
         self._buffers.begin()
-        outputs, seen, counts = list[Any](), list[Any](), list[int]()
+        outputs, seen, counts, trained = list[Any](), list[Any](), list[int](), list[list[bool]]()
         forward = self._forwards[one.phase]
         for number, piece in enumerate(self.pieces(one.share)):
             batch = self._batch(None if number else one.key, piece, None)
             output, target = forward.rows(batch, piece.origin)
+            trained.append([getattr(leaf, "requires_grad", False) for leaf in rows.leaves_of(output)])
             outputs.append(output if keep else map_tree(_detached, output))
             seen.append(target)
             counts.append(len(piece.samples))
@@ -123,8 +128,9 @@ class OverBatch:
         if keep:
             self._kept = one.replica, rows.leaves_of(outputs[0]), left
         changed = [None if value is start else value for value, start in zip(left, self._buffers.starts, strict=True)]
-        trees = [sum(counts), *self._joined(outputs, seen, counts), changed]
-        return rows.encoded(trees, _pack)
+        output, target = self._joined(outputs, seen, counts)
+        facts = {"samples": sum(counts), "trained": _any_of(trained)}
+        return rows.encoded({**facts, "output": output, "target": target, "buffers": changed}, _pack)
 
     def _joined(self, outputs: Sequence[Any], seen: Sequence[Any], counts: Sequence[int]) -> tuple[Any, Any]:
         assert self._forms is not None
@@ -135,24 +141,25 @@ class OverBatch:
         """The loss from what all replicas said; returns a checksum of it, and of what it wrote into buffers."""
         heard, ran = Heard(), [replica for replica, text in enumerate(said) if text]
         for replica in ran:
-            samples, output, seen, changed = rows.decoded(said[replica], self._unpack)
+            samples, trained, output, seen, changed = rows.decoded(said[replica], self._unpack)
             heard.samples.append(samples)
+            heard.trained.append(trained)
             heard.outputs.append(output)
             heard.seen.append(seen)
             starts = self._buffers.starts
             left = [start if value is None else value for start, value in zip(starts, changed, strict=True)]
             heard.buffers.append((samples, left))
         output, seen = self._joined(heard.outputs, heard.seen, heard.samples)
-        leaves = [leaf for leaf in rows.leaves_of(output) if isinstance(leaf, torch.Tensor)]
-        for leaf in leaves:
-            if leaf.is_floating_point() or leaf.is_complex():
-                leaf.requires_grad_()
+        leaves = rows.leaves_of(output)
+        wanted = [leaf for leaf, goes in zip(leaves, _any_of(heard.trained), strict=True) if goes]
+        for leaf in wanted:
+            leaf.requires_grad_()
         self._seed(key)
         self._buffers.of_loss = {}
         with self._buffers.shown(heard.buffers):
-            loss, _, named = self._forwards[phase].of_rows(output, seen)
+            loss, _, named = self._forwards[phase].of_rows(map_tree(_given, output), seen)
         trained = [leaf for leaf in self._parameters if leaf.requires_grad] if chosen is None else chosen
-        inputs = [leaf for leaf in leaves if leaf.requires_grad] + list(trained)
+        inputs = [*wanted, *trained]
         found = dict(zip(map(id, inputs), torch.autograd.grad(loss, inputs, allow_unused=True), strict=True))
         cut = [None if (grad := found.get(id(leaf))) is None else grad.split(heard.samples) for leaf in leaves]
         seeds = {replica: [None if parts is None else parts[at] for parts in cut] for at, replica in enumerate(ran)}
@@ -160,7 +167,7 @@ class OverBatch:
         self.outcome = Outcome(loss.detach().reshape(()), named, seeds, own, ran[-1])
         written = self._buffers.of_loss
         facts = [*written, checksum(list(written.values()))]
-        if self._device.type == "cpu":  # others would be waited for
+        if self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled():  # kernels may be allowed others
             facts.append(checksum([self.outcome.loss]))
         return zlib.crc32(repr(facts).encode())
 
@@ -206,6 +213,15 @@ class OverBatch:
         content = torch.frombuffer(bytearray(memory), dtype=torch.uint8) if len(memory) else torch.empty(0)
         flat = content.view(DTYPES[dtype]) if len(memory) else content.to(DTYPES[dtype])
         return flat.view(tuple(shape)).to(self._device)
+
+
+def _any_of(flags: Sequence[Sequence[bool]]) -> list[bool]:
+    return [any(column) for column in zip(*flags, strict=True)]
+
+
+def _given(leaf: Any) -> Any:
+    """What the loss gets: it may write outputs in place, which torch refuses at the beginning of a graph."""
+    return leaf.clone() if getattr(leaf, "requires_grad", False) else leaf
 
 
 def _detached(leaf: Any) -> Any:
