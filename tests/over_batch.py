@@ -4,8 +4,6 @@
 rows. A ``fault`` plants one named mistake.
 """
 
-import functools
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -130,9 +128,9 @@ def moco_loss(model, output, target):
     loss = loss - (teacher * query.log_softmax(1)).sum(1).mean()
     with torch.no_grad():
         columns = (int(model.at) + torch.arange(len(keys))) % model.queue.shape[1]
-        model.queue[:, columns] = keys.T
+        model.queue[:, columns] = keys.T.float()
         model.at += len(keys)
-        model.centre.lerp_(keys.mean(0), 0.1)
+        model.centre.lerp_(keys.float().mean(0), 0.1)
     return loss
 
 
@@ -158,9 +156,23 @@ PLAIN = ["clip", "simclr", "barlow", "contrasted", "triplets", "ranked"]
 
 
 def recipe(kind, replicas=3, **changes):
-    given = {"batch_size": 14, "steps": 5, "lr": 0.01, "loss_over": "batch", "drop_last": kind in NORMED}
+    given = {"batch_size": 14, "steps": 5, "loss_over": "batch", "drop_last": kind in NORMED}
     given |= KINDS[kind] | changes
     return phalanx.Recipe(replicas=replicas, **given)
+
+
+def plain(recipe):
+    """The recipe as somebody writes it who has one device: forward_fn returns the loss."""
+    forward = recipe.forward_fn or (lambda model, batch: model(batch[0]))
+
+    def whole(model, batch):
+        output = forward(model, batch)
+        value = (
+            recipe.loss_fn(model, output, batch) if recipe.loss_takes == "model" else recipe.loss_fn(output, batch[1])
+        )
+        return value["loss"] if isinstance(value, dict) else value
+
+    return recipe.replace(loss_fn=None, loss_takes="output", loss_over="share", forward_fn=whole)
 
 
 def answer(recipe, fault=None):
@@ -209,7 +221,8 @@ def passes(recipe, model, begun, step, replica):
     parts = recipe.micro_batches
     with recipe.plan.seeded(step, replica):
         for batch in [samples] if parts == 1 else by_hand.pieces_of(samples, parts):
-            output = recipe.forward_fn(model, batch) if recipe.forward_fn else model(batch[0])
+            with autocast(recipe):
+                output = recipe.forward_fn(model, batch) if recipe.forward_fn else model(batch[0])
             yield output, batch, by_hand.copies(model.buffers())
 
 
@@ -224,7 +237,7 @@ def loss_by_hand(recipe, model, passed, step):
     output = dict(zip(output, columns, strict=True)) if isinstance(output, dict) else (
         tuple(columns) if isinstance(output, tuple) else columns[0]
     )  # fmt: skip
-    with recipe.plan.seeder(loss_key(recipe.seed, step)):
+    with recipe.plan.seeder(loss_key(recipe.seed, step)), autocast(recipe):
         if recipe.loss_takes == "model":
             value = recipe.loss_fn(model, output, batch)
         else:
@@ -236,6 +249,10 @@ def loss_by_hand(recipe, model, passed, step):
     seeds = [next(found) if column.requires_grad else torch.zeros_like(column) for column in columns]
     own = [next(found) if parameter.requires_grad else None for parameter in model.parameters()]
     return loss.item(), seeds, own
+
+
+def autocast(recipe):
+    return torch.autocast("cpu", torch.bfloat16, enabled=recipe.precision == "bfloat16")
 
 
 def leaves(output):
