@@ -103,6 +103,7 @@ def propose(
             for replica in link.hosted
         ]
         parts = link.all_gather([part._replace(wrote=wrote) for part in mine] if of_all else mine)
+        check_losses(parts)  # before replicas are compared, which those that come from unlike losses would differ in
         if compare is not None:
             compare()
         check_consistent(parts, framework.written)
@@ -217,6 +218,17 @@ def weighed(loss: Any, returned: float | None, known: float, samples: int, repli
     return Part(loss if weight else 0.0, weight, returned is not None, samples)
 
 
+def check_losses(parts: Sequence[Part]) -> None:
+    """Refuse a step in which workers came to different losses over the whole batch."""
+    if len({part.wrote for part in parts if part.samples}) > 1:
+        raise UsageError(
+            "workers came to different losses of one batch, or wrote different values into buffers in loss_fn, which "
+            "sees the outputs of all replicas (loss_over='batch'); nothing was updated. What it computes must follow "
+            "from its arguments and the model, not from a process, a clock, or what it keeps elsewhere; if it does, a "
+            "processor or memory computes wrongly"
+        )
+
+
 def check_consistent(parts: Sequence[Part], written: Sequence[str] = ()) -> None:
     """Refuse a step in which replicas returned weights or names that others did not, or workers' options differ.
 
@@ -226,12 +238,6 @@ def check_consistent(parts: Sequence[Part], written: Sequence[str] = ()) -> None
         raise UsageError(
             f"the optimizer or its step hook wrote buffers ({', '.join(written)}), and workers came to different "
             "values; what it writes must follow from weights, buffers and gradients, not from a process or a clock"
-        )
-    if len({part.wrote for part in parts if part.samples}) > 1:
-        raise UsageError(
-            "workers came to different losses of one batch, or wrote different values into buffers in loss_fn, which "
-            "sees the outputs of all replicas (loss_over='batch'); nothing was updated. What it computes must follow "
-            "from its arguments and the model, not from a process, a clock, or what it keeps elsewhere"
         )
     for replica, part in enumerate(parts):
         if part.options != parts[0].options:

@@ -23,12 +23,13 @@ PLAIN = (bool, int, float, str, type(None))
 ALIGNED = 64  # bytes: where each array begins
 OF_ROWS = (
     "{} is {}, and loss_over='batch' joins rows: it needs a tensor with one row for each sample ({} here), of the same "
-    "shape and dtype on all replicas, or a list with an item for each; {}"
+    "shape and dtype on all replicas; {}"
 )
 WAYS = {
     "output": "return such ones from forward_fn: several as a tuple, two views of a sample as two of them; what "
     "belongs to no sample, as a scale, stays in the model, where loss_takes='model' finds it; pad to one length",
-    "target": "pass target_fn=lambda batch: ..., which returns what the loss needs, in tensors",
+    "target": "pass target_fn=lambda batch: ..., which returns what the loss needs, in tensors, or a list with an item "
+    "for each sample",
 }
 
 
@@ -58,7 +59,9 @@ class Rows:
     def said(self, outputs: Sequence[Any], targets: Sequence[Any], samples: Sequence[int], beside: Any = ()) -> bytes:
         """What a replica says of its parts; ``beside``: a tree that the others get as it is."""
         self._forms = outputs[0], targets[0]
-        return encoded([sum(samples), *self._stacked(outputs, targets, samples), beside], self._pack)
+        output, target = self._stacked(outputs, targets, samples)
+        trees = {"samples": sum(samples), "output": output, "target": target, "buffers": beside}
+        return encoded(trees, self._pack)
 
     def heard(self, said: Sequence[bytes]) -> tuple[Any, Any, list[Any]]:
         """Output and target of the whole batch, and what was said ``beside`` them; from the texts of all R."""
@@ -76,8 +79,8 @@ class Rows:
         return output, stacked(targets, samples, "target", self._forms[1])
 
 
-def encoded(trees: Sequence[Any], pack: Callable[[Any], Packed]) -> bytes:
-    """Trees as bytes; ``pack`` says what an array is.
+def encoded(trees: Mapping[str, Any], pack: Callable[[Any], Packed]) -> bytes:
+    """Trees as bytes, each with its name for messages; ``pack`` says what an array is.
 
     Raises
     ------
@@ -85,7 +88,7 @@ def encoded(trees: Sequence[Any], pack: Callable[[Any], Packed]) -> bytes:
         A leaf is neither an array, a number, a string nor None.
     """
     content: list[bytes | memoryview] = []
-    forms = [_form(tree, "target", content, pack) for tree in trees]
+    forms = [_form(tree, name, content, pack) for name, tree in trees.items()]
     text = json.dumps(forms).encode()
     head = len(text).to_bytes(8, "little") + text
     return b"".join([head, bytes(-len(head) % ALIGNED), *content])
@@ -93,21 +96,21 @@ def encoded(trees: Sequence[Any], pack: Callable[[Any], Packed]) -> bytes:
 
 def _form(tree: Any, name: str, content: list[bytes | memoryview], pack: Callable[[Any], Packed]) -> Any:
     """How a tree is built, as JSON; the bytes of its arrays are added to ``content``."""
-    if isinstance(tree, Mapping):
+    if isinstance(tree, Mapping) and all(isinstance(key, PLAIN) for key in tree):
         items = tree.items()
         return {"of": [[key, _form(value, f"{name}[{key!r}]", content, pack)] for key, value in items]}
     if isinstance(tree, (tuple, list)):
         kind = "tuple" if isinstance(tree, tuple) else "list"
         return {kind: [_form(value, f"{name}[{at}]", content, pack) for at, value in enumerate(tree)]}
-    if is_array(tree):
+    if is_array(tree) and not getattr(getattr(tree, "dtype", None), "hasobject", False):
         dtype, shape, memory = pack(tree)
         content += [memory, bytes(-len(memory) % ALIGNED)]
         return [dtype, list(shape), len(memory)]
     if isinstance(tree, PLAIN):
         return {"plain": tree}
     raise UsageError(
-        f"{name} is a {type(tree).__name__}, which does not travel between replicas, as loss_over='batch' needs it; "
-        f"{WAYS['target']}"
+        f"{name} is {checks.outline(tree)}, which does not travel between replicas, as loss_over='batch' needs it; "
+        f"{WAYS[name.partition('[')[0]]}"
     )
 
 
@@ -158,7 +161,7 @@ def stacked(trees: Sequence[Any], samples: Sequence[int], name: str, like_this: 
 def _stacked(trees: Sequence[Any], samples: Sequence[int], name: str, form: Any, ways: str) -> Any:
     first = trees[0]
     if isinstance(first, Mapping):
-        if any(not isinstance(tree, Mapping) or tree.keys() != first.keys() for tree in trees):
+        if any(not isinstance(tree, Mapping) or [*tree] != [*first] for tree in trees):  # in one order
             _refuse(trees, samples, name, ways)
         columns = {key: [tree[key] for tree in trees] for key in first}
         items = columns.items()
@@ -171,7 +174,7 @@ def _stacked(trees: Sequence[Any], samples: Sequence[int], name: str, form: Any,
         in_columns = alike and all(
             _has_rows(part, count) for tree, count in zip(trees, samples, strict=True) for part in tree
         )
-        if type(first) is list and not in_columns and all(map(_is_each, trees, samples)):
+        if ways != WAYS["output"] and not in_columns and all(map(_is_each, trees, samples)):
             return list(itertools.chain(*trees))
         if not alike:
             _refuse(trees, samples, name, ways)
@@ -186,7 +189,7 @@ def _stacked(trees: Sequence[Any], samples: Sequence[int], name: str, form: Any,
         if len(specs) > 1 or any(tuple(tree.shape[:1]) != (count,) for tree, count in zip(trees, samples, strict=True)):
             _refuse(trees, samples, name, ways)
         return concatenated(trees)
-    if any(tree != first for tree in trees):
+    if not isinstance(first, PLAIN) or any(tree != first for tree in trees):
         _refuse(trees, samples, name, ways)
     return first
 

@@ -138,7 +138,7 @@ class ArrayFramework:
         self, definition: Definition, collate: Callable[[Any], Any], *contexts: AbstractContextManager[Any]
     ) -> None:
         refuse(definition, {"buffers": "which is for torch; leave it out: buffers that differ become the mean"})
-        if not hasattr(self, "outputs"):
+        if definition.over_batch(0) and not hasattr(self, "outputs"):
             refuse(definition, {"loss_over": "which is for torch and jax; leave it out, or use replicas=1"})
         self.definition = definition
         self.environment: AbstractContextManager[None] = Reentrant(generators.kept(definition.generators), *contexts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -80,10 +81,23 @@ class TorchDevice(Torch):
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:
         self._feed.begin(todo)
         for item in todo:
-            computed = _weighted(self._begun(item, watch))
+            with self._explained():
+                begun = self._lane.gradient(item) if watch is None else self._lane.watched(item, watch)
+            computed = _weighted(begun)
             if item is todo[-1]:
                 self._lane.check_members()
             yield computed
+
+    def outputs(self, todo: Sequence[Todo]) -> Iterator[bytes]:
+        computing = super().outputs(todo)
+        for _ in todo:
+            with self._explained():
+                said = next(computing)
+            yield said
+
+    def over_batch(self, said: Sequence[bytes], key: int, phase: int) -> float:
+        with self._explained():
+            return super().over_batch(said, key, phase)
 
     def norm(
         self, gradient: Gradient, losses: Sequence[Any], buffers: Sequence[tuple[int, Left]] | None = None
@@ -128,11 +142,12 @@ class TorchDevice(Torch):
         with accelerators.watched([self._device]):
             return super().capture(copy=copy)
 
-    def _begun(self, todo: Todo, watch: Watch | None) -> Computed:
-        """Give the device a replica to compute; runs user code."""
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Inside, the device is given something to compute by user code; known errors are explained."""
         try:
             with accelerators.watched([self._device]):
-                return self._lane.gradient(todo) if watch is None else self._lane.watched(todo, watch)
+                yield
         except RuntimeError as error:
             if "does not have a deterministic implementation" not in safe_str(error):
                 raise

@@ -179,14 +179,22 @@ class Lane:
     def outputs(self, todo: Sequence[Todo]) -> Iterator[bytes]:
         """What replicas say to all for a loss over the whole batch; runs user code."""
         for one in todo:
-            with self._as_found("in forward or a hook"):
-                said = self._over.said(one, keep=len(todo) == 1 and self._parts == 1)
+            try:
+                with self._as_found("in forward or a hook"):
+                    said = self._over.said(one, keep=len(todo) == 1 and self._parts == 1)
+            except Exception as error:
+                _explain(error, min(len(piece.samples) for piece in self._over.pieces(one.share)))
+                raise
             yield said
 
     def over_batch(self, said: Sequence[bytes], key: int, phase: int) -> int:
         """Compute that loss from what all said."""
-        with self._as_found("in loss_fn"):
-            return self._over.compute(said, key, phase, self._trained(phase))
+        try:
+            with self._as_found("in loss_fn"), checks.comparing(self._no_mean.compared, phase):
+                return self._over.compute(said, key, phase, self._trained(phase))
+        except Exception as error:
+            _explain_loss(error)
+            raise
 
     @contextlib.contextmanager
     def _as_found(self, where: str) -> Iterator[None]:
@@ -407,8 +415,8 @@ def substituted(named: Sequence[tuple[str, torch.nn.Parameter]], weights: Mappin
             parameter.data = data
 
 
-def _explain(error: Exception, samples: int) -> None:
-    """Raise a clearer error where torch's comes from how the batch was dealt, or from its compiler's limits."""
+def _explain_loss(error: Exception) -> None:
+    """Raise a clearer error where a loss was given what it cannot take, or where the compiler has come to a limit."""
     explain(error)
     text = safe_str(error)
     if "to be Long" in text or "type Long but" in text:
@@ -416,6 +424,12 @@ def _explain(error: Exception, samples: int) -> None:
             f"a loss was called with targets of too few bits ({text}); classes are numbered in int64: convert them "
             "with .astype(numpy.int64) (a tensor: .long())"
         ) from error
+
+
+def _explain(error: Exception, samples: int) -> None:
+    """Raise a clearer error where torch's comes from how the batch was dealt, too."""
+    _explain_loss(error)
+    text = safe_str(error)
     if isinstance(error, ValueError) and "more than 1 value per channel" in text:
         raise UsageError(
             f"BatchNorm cannot normalise a share of {samples} sample ({text}); raise batch_size or lower replicas so "

@@ -101,11 +101,12 @@ class OverBatch:
         """Compute a replica's outputs; what it says to all. ``keep``: its graph stays until it goes back."""
         self.outcome = self._kept = None
         self._buffers.begin()
-        outputs, seen, counts = list[Any](), list[Any](), list[int]()
+        outputs, seen, counts, trained = list[Any](), list[Any](), list[int](), list[list[bool]]()
         forward = self._forwards[one.phase]
         for number, piece in enumerate(self.pieces(one.share)):
             batch = self._batch(None if number else one.key, piece, None)
             output, target = forward.rows(batch, piece.origin)
+            trained.append([getattr(leaf, "requires_grad", False) for leaf in rows.leaves_of(output)])
             outputs.append(output if keep else map_tree(_detached, output))
             seen.append(target)
             counts.append(len(piece.samples))
@@ -113,24 +114,28 @@ class OverBatch:
         if keep:
             self._kept = one.replica, rows.leaves_of(outputs[0]), left
         changed = [None if value is start else value for value, start in zip(left, self._buffers.starts, strict=True)]
-        return self._rows.said([map_tree(_detached, each) for each in outputs], seen, counts, changed)
+        beside = {"trained": _any_of(trained), "buffers": changed}
+        return self._rows.said([map_tree(_detached, each) for each in outputs], seen, counts, beside)
 
     def compute(self, said: Sequence[bytes], key: int, phase: int, chosen: Sequence[torch.Tensor] | None) -> int:
         """The loss from what all replicas said; returns a checksum of it, and of what it wrote into buffers."""
         output, seen, beside = self._rows.heard(said)
         starts, samples = self._buffers.starts, self._rows.samples
         lefts = [
-            [mine if value is None else value for mine, value in zip(starts, each, strict=True)] for each in beside
+            [mine if value is None else value for mine, value in zip(starts, each["buffers"], strict=True)]
+            for each in beside
         ]
-        leaves = [leaf for leaf in rows.leaves_of(output) if isinstance(leaf, torch.Tensor)]
-        for leaf in leaves:
-            if leaf.is_floating_point() or leaf.is_complex():
-                leaf.requires_grad_()
+        leaves = rows.leaves_of(output)
+        goes_back = _any_of([each["trained"] for each in beside])  # whether a gradient goes back from each
+        wanted = [leaf for leaf, goes in zip(leaves, goes_back, strict=True) if goes]
+        for leaf in wanted:
+            leaf.requires_grad_()
         self._seed(key)
+        self._buffers.of_loss = {}
         with self._buffers.shown(list(zip(samples, lefts, strict=True))):
-            loss, _, named = self._forwards[phase].of_rows(output, seen)
-        inputs = [leaf for leaf in leaves if leaf.requires_grad]
-        inputs += [leaf for leaf in self._parameters if leaf.requires_grad] if chosen is None else chosen
+            loss, _, named = self._forwards[phase].of_rows(map_tree(_given, output), seen)
+        trained = [leaf for leaf in self._parameters if leaf.requires_grad] if chosen is None else chosen
+        inputs = [*wanted, *trained]
         found = dict(zip(map(id, inputs), torch.autograd.grad(loss, inputs, allow_unused=True), strict=True))
         gradients = [found.get(id(leaf)) for leaf in leaves]
         seeds = self._rows.dealt([None if grad is None else grad.split(samples) for grad in gradients])
@@ -138,7 +143,7 @@ class OverBatch:
         self.outcome = Outcome(loss.detach().reshape(()), named, seeds, own, self._rows.ran[-1])
         written = self._buffers.of_loss
         facts = [*written, checksum(list(written.values()))]
-        if self._device.type == "cpu":  # others would be waited for
+        if self._device.type == "cpu" or torch.are_deterministic_algorithms_enabled():  # kernels may be allowed others
             facts.append(checksum([self.outcome.loss]))
         return zlib.crc32(repr(facts).encode())
 
@@ -183,7 +188,16 @@ class OverBatch:
             return rows.numpy_unpacked(dtype, shape, memory)
         content = torch.frombuffer(bytearray(memory), dtype=torch.uint8) if len(memory) else torch.empty(0)
         flat = content.view(DTYPES[dtype]) if len(memory) else content.to(DTYPES[dtype])
-        return flat.view(*shape).to(self._device)
+        return flat.view(tuple(shape)).to(self._device)
+
+
+def _any_of(flags: Sequence[Sequence[bool]]) -> list[bool]:
+    return [any(column) for column in zip(*flags, strict=True)]
+
+
+def _given(leaf: Any) -> Any:
+    """What the loss gets: it may write outputs in place, which torch refuses at the beginning of a graph."""
+    return leaf.clone() if getattr(leaf, "requires_grad", False) else leaf
 
 
 def _detached(leaf: Any) -> Any:
