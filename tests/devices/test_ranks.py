@@ -520,7 +520,7 @@ def unaveraged(patch):
     average = Worker._average
 
     def skipped(worker, update):
-        if worker._number < 2 or update != 2:  # planted
+        if worker.number < 2 or update != 2:  # planted
             average(worker, update)
 
     patch.setattr(Worker, "_average", skipped)

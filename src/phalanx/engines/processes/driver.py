@@ -18,6 +18,7 @@ from phalanx.engines.gradients import named
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LEAVING_SECONDS, LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack_recipe
+from phalanx.engines.processes.tasks import Describe, Evaluate, HandGradients, HandOver, Peek, Task
 from phalanx.engines.readers import Readers
 from phalanx.engines.recovery.failures import Deadline, FailureLog
 from phalanx.engines.recovery.supervisor import Supervisor
@@ -176,9 +177,8 @@ class Processes:
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         """Each worker measures a block of chunks."""
         self.check_able()
-        facts = {"metric_fn": metrics, "data": data, "batch_size": batch_size, "weights": weights}
-        began = time.perf_counter()
-        measured = [reading for readings in self.ask("evaluate", facts) for reading in readings]
+        task, began = Evaluate(metrics, data, batch_size, weights), time.perf_counter()
+        measured = [reading for readings in self.ask(task) for reading in readings]
         self._deadline.note((time.perf_counter() - began) * self.workers / len(measured), task=True)
         return measured
 
@@ -209,7 +209,7 @@ class Processes:
     def peek(self) -> dict[str, Any] | None:
         """The worker that has the first replica computes it."""
         self.check_able()
-        return self.ask("peek", {})[0]
+        return self.ask(Peek())[0]
 
     def capture(self) -> Captured:
         """The workers copy what they own, and go on at once."""
@@ -282,17 +282,17 @@ class Processes:
             if counters.done == t:
                 self._check_alarm()
 
-    def ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
+    def ask(self, task: Task) -> list[Any]:
         """Have every worker do its part of a task; returns their answers."""
         with self._watching():
-            messages = self._task(TASK, {**facts, "task": task})
+            messages = self._task(TASK, task)
         if any(item.kind != "result" for item in messages):
             raise first_error(messages)
         return [item.content for item in sorted(messages, key=lambda item: item.worker)]
 
     def _gradients(self, step: int) -> dict[str, Any]:
         """The gradients of a step that callbacks asked for. What a dead worker had of them is lost."""
-        kept = self.ask("gradients", {"step": step})
+        kept = self.ask(HandGradients(step))
         if None in kept:
             checks.warn(f"gradients of step {step} are incomplete: a worker ended before it could hand over its part")
         return named({at: pair for part in kept if part for at, pair in part.items()})
@@ -304,7 +304,7 @@ class Processes:
         while True:
             self._settle()
             self.supervisor.grant(kind, thing)
-            again = kind == BATCH or thing["task"] == "evaluate"  # can be done again
+            again = kind == BATCH or isinstance(thing, Evaluate)  # can be done again
             whole = self.supervisor.wait(self._over if again else self.counters.all_idle, t + 1)
             if again and not (self.counters.done > t if kind == BATCH else self.counters.all_idle()):
                 self._check_alarm()
@@ -353,7 +353,7 @@ class Processes:
         if save:
             self.supervisor.forget()
         try:
-            states = self.ask("state", {"save": save, "change": change})
+            states = self.ask(Describe(save, change))
         except Exception as error:
             if change is not None or not self._copies:
                 raise
@@ -370,7 +370,7 @@ class Processes:
         Without any, ``error`` is raised.
         """
         for worker in range(self.workers):
-            for message in self._task(TASK, {"task": "hand_over", "source": worker}):
+            for message in self._task(TASK, HandOver(worker)):
                 if message.kind == "result" and message.content is not None:
                     return message.content
         raise error
