@@ -25,7 +25,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.plain import changes, check_like
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
-from phalanx.proof.difference import parted
+from phalanx.proof.difference import parted, unlike
 from phalanx.proof.instant import Instant, devices_of, named_devices, nearest, whole
 from phalanx.proof.replay import failure_of
 from phalanx.proof.sides import Side, another, differing, side
@@ -241,12 +241,9 @@ def _step_of(instant: Instant, run: Side, ahead: int) -> str:
 def _state_of(instant: Instant, run: Side) -> str:
     """How the state differs from what the run noted of it, in words, if it did."""
     known = run.states.get(instant.step)
-    if known is None:
+    if known is None or not (names := unlike(instant.leaves, known)):
         return ""
-    differing = [name for name, value in instant.leaves.items() if known.get(name, value) != value]
-    if not differing:
-        return ""
-    return f"the state after {instant.step} steps differs in {len(differing)} tensors, the first is {differing[0]}"
+    return f"the state after {instant.step} steps differs in {len(names)} tensors, the first is {names[0]}"
 
 
 def certify(recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1) -> tuple[Verified, dict[str, Any]]:
