@@ -94,14 +94,15 @@ def verify(
             return Verified(UNKNOWN, 0, reason)
         stretches = _stretches(run, steps)
         outcome = _compared(recipe, run, stretches, workers, progress)
-        _, reads = differing(recipe, run.run["recipe"])
-        if outcome.status == DIFFERENT and reads:
-            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but the recipe may be another: {reads}")
-        if outcome.status == SAME and (damaged := _damaged(recipe, run, stretches)):
-            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {damaged}")
-        if outcome.status == SAME and steps is None and run.chain.first:
-            lost = f"{run.chain.path} begins at step {run.chain.first}: the links before are not there to be compared"
-            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {lost}")
+        doubt, first = "", run.chain.first
+        if outcome.status == SAME:
+            doubt = _damaged(recipe, run, stretches)
+            if not doubt and steps is None and first:
+                doubt = f"{run.chain.path} begins at step {first}: the links before are not there to be compared"
+        elif outcome.status == DIFFERENT and (reads := differing(recipe, run.run["recipe"])[1]):
+            doubt = f"the recipe may be another: {reads}"
+        if doubt:
+            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {doubt}")
         blamed = "" if outcome.status else _blamed(recipe, path, len(run.chain))
         return dataclasses.replace(outcome, text=outcome.text + blamed)
 

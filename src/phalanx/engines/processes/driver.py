@@ -68,12 +68,10 @@ class Processes:
         self.ended = ""
         self.closed = self.lost = False
         self._copies = placement.copies
-        self._modes = framework.has_modes
         self._definition = definition
         self._framework = framework
         self._deadline = deadline
         self._rendezvous = rendezvous
-        self._alarm = alarm
         self._fetched = -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
         self._decay = self._averages()
@@ -83,7 +81,7 @@ class Processes:
         with contextlib.ExitStack() as undo:
             for memory in memories:
                 undo.callback(memory.close)
-            self._begin(plan, placement, memories, readers)
+            self._begin(plan, placement, memories, readers, alarm)
             undo.pop_all()
 
     def _averages(self) -> float | None:
@@ -109,7 +107,9 @@ class Processes:
             self.check_able()
         return self._framework.sharing.averages.named()
 
-    def _begin(self, plan: ArenaPlan, placement: Placement, memories: Memories, readers: int) -> None:
+    def _begin(
+        self, plan: ArenaPlan, placement: Placement, memories: Memories, readers: int, alarm: Callable[[], str]
+    ) -> None:
         memories.arena.grow(plan.size)
         memories.base.grow(plan.layout.base)
         mapped = memories.arena.map()
@@ -125,7 +125,7 @@ class Processes:
         pack_recipe(self._definition, self._framework.name, memories.environment, memories.recipe, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, self.run_state)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
-        self._pool.alarm = self._alarm
+        self._pool.alarm = alarm
         if any(not device.startswith("cpu") for device in self._framework.sharing.devices):
             self._pool.patience += LEAVING_SECONDS
         self.supervisor = Supervisor(
@@ -184,7 +184,7 @@ class Processes:
 
     def eval_point(self) -> Weights | None:
         """The optimizer's state is copied home before, if that has two modes."""
-        if self._modes and not self.closed and self._fetched != self._steps:
+        if self._framework.has_modes and not self.closed and self._fetched != self._steps:
             self.fetch()
         return self._framework.eval_point()
 
@@ -257,8 +257,8 @@ class Processes:
             self.lost, self.closed = losses is None, True
             for loss in losses or ():
                 self._framework.schedule(loss)
-            while not self.lost and self.counters.done > self._steps:
-                self.run_state.unseen.append(self._absorb())
+            if not self.lost:
+                self._count()
             self._close_readers()
             self._pool.end()
         return None
@@ -278,7 +278,7 @@ class Processes:
                     return
                 self.supervisor.grant(STEPS)
                 counters.horizon = min(horizon, t + RING)  # lost steps may have been done again meanwhile
-            self.supervisor.wait(lambda: counters.done > t or self._over(), min(horizon, t + RING // 2))
+            self.supervisor.wait(lambda: counters.done > t or self._pool.over(), min(horizon, t + RING // 2))
             if counters.done == t:
                 self._check_alarm()
 
@@ -305,7 +305,7 @@ class Processes:
             self._settle()
             self.supervisor.grant(kind, thing)
             again = kind == BATCH or isinstance(thing, Evaluate)  # can be done again
-            whole = self.supervisor.wait(self._over if again else self.counters.all_idle, t + 1)
+            whole = self.supervisor.wait(self._pool.over if again else self.counters.all_idle, t + 1)
             if again and not (self.counters.done > t if kind == BATCH else self.counters.all_idle()):
                 self._check_alarm()
             failed = any(message.kind != "result" for message in self._pool.messages)
@@ -313,12 +313,8 @@ class Processes:
                 break
         return [] if kind == BATCH else self._settle()
 
-    def _over(self) -> bool:
-        """Whether nothing is to be waited for: workers are idle, or the alarm rings."""
-        return self.counters.all_idle() or bool(self._alarm())
-
     def _check_alarm(self) -> None:
-        if why := self._alarm():
+        if why := self._pool.alarm():
             raise SeveredError(why, step=self._steps)
 
     def _settle(self) -> list[WorkerMessage]:
@@ -337,6 +333,10 @@ class Processes:
             self._pool.halt(replaceable=self._failures.replaceable)
             self._settle()
         self.supervisor.steady()
+        self._count()
+
+    def _count(self) -> None:
+        """Count the steps that nobody has asked for."""
         while self.counters.done > self._steps:
             self.run_state.unseen.append(self._absorb())
 

@@ -78,8 +78,8 @@ class Worker:
         self._mailbox = memories.mailbox
         self._pace = self._saving = 0.0  # seconds of the latest step, and of the latest snapshot in memory
         self._definition = unpacked(setup)
-        self._device = setup["devices"][number] if setup["devices"] else "cpu"
-        self.framework: Framework = open_framework(self._definition, [self._device], allow=bool(setup["allow"]))
+        device = setup["devices"][number] if setup["devices"] else "cpu"
+        self.framework: Framework = open_framework(self._definition, [device], allow=bool(setup["allow"]))
         self.environment = self.framework.environment
         self._share(memories, setup)
         ahead = functools.partial(taken, Inputs(memories.inputs, self._definition.replicas)) if setup["ahead"] else None

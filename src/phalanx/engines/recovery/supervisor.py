@@ -311,18 +311,22 @@ class Supervisor:
         self._counters.horizon = step + 1
         self._first = step
         self._pool.grant(STEPS if batch is None else BATCH)
-        self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
+        self._wait_for_all()
 
     def _done_by_all(self, task: Task) -> bool:
         """Have all workers do something about the state; False if one died meanwhile."""
         if not self._failures.dead:
             pack(task, self._mailbox, reduced)
             self._pool.grant(TASK)
-            self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
+            self._wait_for_all()
             self._pool.messages = self._errors()
             if any(isinstance(message.content, LostError) for message in self._pool.messages):
                 raise first_error(self._pool.messages)
         return not self._failures.dead
+
+    def _wait_for_all(self) -> None:
+        """Wait until all workers are idle, or one dies."""
+        self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
 
     def _errors(self) -> list[WorkerMessage]:
         return [message for message in self._pool.messages if message.kind != "result"]
