@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from phalanx.checkpoint.resume import ANYWAY, ResumeState
 from phalanx.definition import checks
-from phalanx.definition.callback import said
 from phalanx.definition.fields import Definition
-from phalanx.definition.streams import supplied
 from phalanx.engines import close as close
 from phalanx.errors import UsageError
-from phalanx.plan.audit import Audit
-from phalanx.run.loop import Loop
-from phalanx.run.observers import shown, watching
-from phalanx.run.options import DEFAULTS, FIELDS, Options, check_evaluated, of_run, settle, unknown
+from phalanx.run.opening import opened
+from phalanx.run.options import DEFAULTS, FIELDS, Options, unknown
 from phalanx.run.result import Result
 from phalanx.run.run import Run
 from phalanx.surroundings import interrupts, sources
 from phalanx.surroundings.interrupts import on_sigterm
-from phalanx.surroundings.turns import Turns
-
-AGAIN_SECONDS = 1.0  # from one try to take over a directory to the next
-AHEAD = (
-    "readers is {}, but a stream is read in the caller's process, so it has no effect; make_iterable may return a "
-    "torch DataLoader(dataset, batch_size=None, num_workers=1), which reads ahead"
-)
 
 
 class Recipe(Definition):
@@ -282,97 +266,12 @@ class Recipe(Definition):
         run = None
         try:
             with interrupts.guarded():
-                run = self._start(options)
+                run = opened(self, options)
         except BaseException:
             if run is not None:  # Ctrl-C came last, and nobody else would close the run
                 run.close()
             raise
         return run
-
-    def _start(self, options: Options) -> Run:
-        called = time.perf_counter()
-        settled = settle(options, self.replicas)
-        check_evaluated(self, settled)
-        from phalanx.engines.selection import entered, open_engine  # it loads the code that starts processes
-
-        functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
-        audit = Audit(settled.audit, self.seed) if settled.audit else None
-        with contextlib.ExitStack() as undo:
-            world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, audit, undo)
-            own, settled = settled, _of_this_process(settled, world)
-            past = ResumeState(self, settled)
-            undo.callback(past.close)
-            engine = open_engine(
-                self, settled.engine, settled.workers, settled.devices, settled.deadline_seconds, past.begin,
-                of_run(settled, audit), readers=settled.readers, functions=functions, world=world,
-                min_hosts=settled.min_hosts,
-            )  # fmt: skip
-            undo.callback(engine.close)
-            past.check(engine)
-            turn, keeping = Turns(), past.observers()
-            observers = [*watching(settled, settled.callbacks, self, turn), *keeping]
-            bar = functools.partial(shown, unit="sample", progress=settled.progress)  # while a stream is read again
-            if self.stream and settled.readers:
-                checks.warn(AHEAD.format(settled.readers))
-            supply = self.stream and supplied(self, engine, bar, anyway=settled.resume == ANYWAY)
-            undo.callback(supply.close if supply else bool)
-            facts = self, engine, settled.evaluation, observers, supply, past.first_step, settled.waiting
-            later = self._succeed(own, engine, turn, lambda: run, world)
-            loop = Loop(*facts, None if settled is own else later)
-            saver, more = keeping[-1] if keeping else None, (self._predicted, own.run_dir, settled.max_seconds)
-            run = Run(self, engine, loop, saver, turn, called, *more)
-            for observer in observers:
-                observer.begin(engine, run)
-                undo.callback(observer.end)
-            undo.pop_all()
-        return run
-
-    def _succeed(self, own: Any, engine: Any, turn: Turns, run: Callable[[], Run], world: Any) -> Iterator[list[Any]]:
-        """What this process does once it reports and saves in place of another, as soon as that lets go of run_dir.
-
-        At the end of a run nothing else would save, so it does not wait for the other, which may be stopped for good.
-        Members have agreed to go on without that one, and if all of them see one directory, what it has locked is that.
-        """
-        options = SimpleNamespace(**vars(own) | {"resume": True, "warm_start": None})
-        only = tuple(item for item in own.callbacks if not said(item).everywhere)
-        observers: list[Any] = [] if run().closed else watching(options, only, self, turn)
-        saves, again = False, 0.0
-        while not saves:
-            try:
-                past = ResumeState(self, options, seize=run().closed and bool(world and world.members.folder))
-                past.take_over(engine)
-                keeping = past.observers()
-                observers += keeping
-                run().save_by(keeping[-1] if keeping else None)
-                saves = True
-            except UsageError as error:
-                if run().closed:
-                    checks.warn(f"nobody has saved step {run().steps}, the last one, as who saved is lost: {error}")
-                elif not again:
-                    checks.warn(f"this process saves in place of another that fell, as soon as it can: {error}")
-                again = time.perf_counter() + AGAIN_SECONDS
-            for observer in observers:
-                observer.begin(engine, run())
-            yield observers
-            while time.perf_counter() < again and not run().closed:
-                yield []
-            observers = []
-
-    def _predicted(self, model: Any, weights: Any, data: Any, batch_size: int, forward_fn: Any) -> Any:
-        """Outputs of a trained model, in this process."""
-        from phalanx.engines.selection import open_trained
-
-        with open_trained(self, model) as (recipe, engine):
-            return Loop(recipe, engine, (), ()).predict(data, batch_size, forward_fn, weights)
-
-
-def _of_this_process(settled: SimpleNamespace, world: Any) -> SimpleNamespace:
-    """The options as they hold in this process: of several, one reports and saves."""
-    if world is None or world.elect(settled.run_dir):
-        return settled
-    everywhere = tuple(item for item in settled.callbacks if said(item).everywhere)
-    others = {"run_dir": None, "warm_start": None, "callbacks": everywhere, "progress": False}
-    return SimpleNamespace(**vars(settled) | others)
 
 
 def train(make_model: Any, data: Any, loss_fn: Any = None, **arguments: Any) -> Result:

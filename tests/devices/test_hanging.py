@@ -13,6 +13,7 @@ import pytest
 
 from phalanx.engines.devices import transport
 from phalanx.engines.devices.exchanged import Exchanged
+from phalanx.engines.processes.tasks import HandOver
 from phalanx.engines.processes.worker import Worker
 from phalanx.plan.lifecycle import Stage
 from tests import accelerator
@@ -124,14 +125,14 @@ def never_left(patch):
 def copied_before(patch):
     """The exchange is broken off only once the state was handed over."""
     patch.setattr(Worker, "_fail", lambda worker: setattr(worker._counters, "trouble", 1))
-    hand_over = Worker._hand_over
+    do = HandOver.do
 
-    def late(worker, source):
-        state = hand_over(worker, source)
+    def late(task, worker):
+        state = do(task, worker)
         worker._link.leave()
         return state
 
-    patch.setattr(Worker, "_hand_over", late)
+    patch.setattr(HandOver, "do", late)
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """When a worker falls, the next steps forward: the same digest, every step seen once, nothing done that need not be."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.engines.processes.tasks import Begin, Resume
 from phalanx.engines.recovery import failures, supervisor
 from phalanx.engines.recovery.supervisor import Supervisor
 from tests.engines.deaths import HALVES, PLACES, Trapped, hunted, once, sprung, strike
@@ -123,12 +125,12 @@ def test_deaths_while_the_state_is_taken_back(tmp_path, wanted, monkeypatch, who
     recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, "half updated"))
     done_by_all, struck = Supervisor._done_by_all, []
 
-    def fatal(supervisor, task, facts):
-        if task == "take" and len(struck) < 2:
+    def fatal(supervisor, task):
+        if isinstance(task, Begin) and len(struck) < 2:
             struck.append(run.worker_pids)
             for pid in struck[-1] if whom == "all" else [pid for pid in struck[-1] if pid in before]:
                 os.kill(pid, signal.SIGKILL)
-        return done_by_all(supervisor, task, facts)
+        return done_by_all(supervisor, task)
 
     monkeypatch.setattr(Supervisor, "_done_by_all", fatal)
     with recipe.start(workers=3, engine="processes") as run:
@@ -144,11 +146,11 @@ def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped)
     """A bit of it flips before it is needed: the run ends with an error that says so; without, it goes on."""
     done_by_all = Supervisor._done_by_all
 
-    def flip(supervisor, task, facts):
-        if task == "take" and flipped:
+    def flip(supervisor, task):
+        if isinstance(task, Begin) and flipped:
             mirror = supervisor._mirror  # planted
             mirror._arena[mirror._layout.snapshot[0][0]] ^= 4  # planted
-        return done_by_all(supervisor, task, facts)
+        return done_by_all(supervisor, task)
 
     monkeypatch.setattr(Supervisor, "_done_by_all", flip)
     recipe = norm_recipe(Trapped(conv_norm, tmp_path, 1, LATER, "half updated"))
@@ -160,16 +162,16 @@ def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("place", "task"), [("COMPUTING", "resume"), ("UPDATED", "resume"), ("half updated", "take")])
+@pytest.mark.parametrize(("place", "task"), [("COMPUTING", Resume), ("UPDATED", Resume), ("half updated", Begin)])
 def test_a_repair_that_ctrl_c_breaks_off_is_finished(tmp_path, wanted, monkeypatch, place, task):
     """Ctrl-C when the replacement is there and nobody was told: the next call tells them, and goes on."""
     done_by_all, struck = Supervisor._done_by_all, []
 
-    def interrupted(supervisor, kind, facts):
-        if kind == task and not struck:
-            struck.append(kind)
+    def interrupted(supervisor, given):
+        if isinstance(given, task) and not struck:
+            struck.append(task)
             raise KeyboardInterrupt
-        return done_by_all(supervisor, kind, facts)
+        return done_by_all(supervisor, given)
 
     monkeypatch.setattr(Supervisor, "_joined", lambda supervisor: False)  # nobody steps in: all leave the step
     monkeypatch.setattr(Supervisor, "_done_by_all", interrupted)
@@ -405,11 +407,9 @@ class Unscheduled(Trapped):
     """Beside the trap, a fault: replacements do not do their schedules again."""
 
     def set(self):
-        from phalanx.engines.processes.worker import Worker
-
         super().set()
-        take = Worker.take
-        Worker.take = lambda worker, orders: take(worker, {**orders, "losses": []})
+        do = Begin.do
+        Begin.do = lambda task, worker: do(dataclasses.replace(task, losses=[]), worker)
 
 
 @pytest.mark.long

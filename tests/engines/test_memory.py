@@ -20,7 +20,7 @@ from phalanx.plan.fold import place
 from phalanx.shared import memory
 from phalanx.shared.layout import ArenaPlan
 from phalanx.shared.memory import ALIGNMENT, UNLIMITED, Carver, Memory, available_bytes
-from phalanx.surroundings import groups
+from phalanx.surroundings import presence
 from tests.families import FAMILIES
 
 MLP = FAMILIES["mlp"]
@@ -146,9 +146,9 @@ def system(monkeypatch, tmp_path):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text)
 
-    for module in (memory, groups):
+    for module in (memory, presence):
         monkeypatch.setattr(module, "pathlib", types.SimpleNamespace(Path=lambda path: tmp_path / path.lstrip("/")))
-    monkeypatch.setattr(groups, "MOUNTED", tmp_path / "groups")
+    monkeypatch.setattr(presence, "MOUNTED", tmp_path / "groups")
     return write
 
 
@@ -236,9 +236,9 @@ CORES = {  # what control groups say, and for how many of 8 processors that is t
 def test_a_quota_of_time_leaves_fewer_cores(system, monkeypatch, name):
     """Of 8 processors a container may keep as many busy as its quota has whole ones, and at least one."""
     files, cores = CORES[name]
-    monkeypatch.setattr(groups, "processors", lambda: list(range(8)))
+    monkeypatch.setattr(presence, "processors", lambda: list(range(8)))
     system(**files)
-    assert groups.usable_cores() == cores
+    assert presence.usable_cores() == cores
 
 
 def test_this_machine_has_some():

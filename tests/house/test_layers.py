@@ -26,9 +26,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "manual": ("plan", "surroundings", "definition", "seams", "frameworks", "step", "collectives"),
     "backend": ("plan", "shared"),
     "engines": ("plan", "surroundings", "definition", "seams", "frameworks", "step", "shared", "checkpoint"),
-    "run": ("surroundings", "definition", "seams", "checkpoint"),
+    "run": ("plan", "surroundings", "definition", "seams", "checkpoint", "engines"),
     "callbacks": ("definition", "checkpoint"),
-    "recipe": ("plan", "surroundings", "definition", "checkpoint", "engines", "run"),
+    "recipe": ("surroundings", "definition", "engines", "run"),
     "": (
         "plan",
         "surroundings",
@@ -100,6 +100,9 @@ APART = (
     ("engines.hosts", "engines.devices"),
     ("engines.hosts", "frameworks.torch"),
     ("engines.processes", "engines.selection"),
+    ("run.run", "engines"),
+    ("run.loop", "engines"),
+    ("run.observers", "engines"),
 )
 
 # What the core can do without. Only the front may name them, in functions, so that they are imported when asked for.

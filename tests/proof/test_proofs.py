@@ -12,7 +12,7 @@ import phalanx
 import phalanx.testing
 from phalanx.checkpoint.chain import CHAIN
 from phalanx.proof.diff import computed
-from phalanx.proof.difference import taken, unequal
+from phalanx.proof.difference import Difference, compare, taken
 from phalanx.proof.instant import Instant
 from phalanx.proof.verify import certify, check_certificate
 from tests.proof.faults import Fault
@@ -188,25 +188,25 @@ def test_files_of_tensors(tmp_path):
 def test_units_in_the_last_place(dtype, one, other, ulp):
     """Neighbouring floats of every kind are one unit apart, over zero too; integers have none."""
     left, right = ({"x": taken(torch.tensor([value, 2], dtype=dtype))} for value in (one, other))
-    assert unequal(left, right) == ("x", 1, ulp)
-    assert unequal(left, left) is None
+    assert compare(left, right) == Difference(name="x", elements=1, ulp=ulp)
+    assert compare(left, left) is None
 
 
 def test_arrays_and_shapes_that_differ():
     """Another shape or dtype, and a name that one side lacks, differ without a distance."""
     one = {"x": taken(np.zeros((2, 3)))}
-    assert unequal(one, {"x": taken(np.zeros((3, 2)))}) == ("x", None, None)
-    assert unequal(one, {"x": taken(np.zeros((2, 3), np.float32))}) == ("x", None, None)
-    assert unequal(one, {**one, "y": taken(np.zeros(1))}) == ("y", None, None)
+    assert compare(one, {"x": taken(np.zeros((3, 2)))}) == Difference(name="x")
+    assert compare(one, {"x": taken(np.zeros((2, 3), np.float32))}) == Difference(name="x")
+    assert compare(one, {**one, "y": taken(np.zeros(1))}) == Difference(name="y")
 
 
 def test_arrays_of_objects_are_compared_by_what_they_hold():
     """Not by where in memory the objects lie, which is another place in each process; nor do gradients matter."""
     one, same, other = (np.array([number, "two"], object) for number in (1000.5, 1000.5, 3))
-    assert unequal({"x": taken(one)}, {"x": taken(same)}) is None
-    assert unequal({"x": taken(one)}, {"x": taken(other)}) == ("x", None, None)
+    assert compare({"x": taken(one)}, {"x": taken(same)}) is None
+    assert compare({"x": taken(one)}, {"x": taken(other)}) == Difference(name="x")
     double = torch.zeros(2, dtype=torch.complex128)
-    assert unequal({"x": taken(double)}, {"x": taken(double.clone().requires_grad_())}) is None
+    assert compare({"x": taken(double)}, {"x": taken(double.clone().requires_grad_())}) is None
 
 
 @pytest.mark.long

@@ -29,9 +29,8 @@ from phalanx.frameworks.registry import as_factory, open_framework
 from phalanx.plan.fold import Placement, place
 from phalanx.seams import Engine, Framework
 from phalanx.seams.records import Progress, Records, RunOptions, Seen, StepReport
-from phalanx.surroundings.groups import processors, usable_cores
 from phalanx.surroundings.interrupts import of_handler
-from phalanx.surroundings.presence import several
+from phalanx.surroundings.presence import processors, several, usable_cores
 
 START_SECONDS = 2.0  # to import the framework in a new process, with a margin
 WARM_UP = 3  # steps after a move whose times say nothing

@@ -21,8 +21,7 @@ import tqdm
 
 from phalanx.errors import NonFiniteError, UsageError
 from phalanx.recipe import Recipe
-from phalanx.surroundings.groups import usable_cores
-from phalanx.surroundings.presence import shows
+from phalanx.surroundings.presence import shows, usable_cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,7 @@ from phalanx.checkpoint.chained import tensors_of
 from phalanx.checkpoint.snapshot import Snapshot, read
 from phalanx.definition.fields import Definition
 from phalanx.errors import PhalanxError, SnapshotError, UsageError, safe_str
-from phalanx.proof.difference import SIDES, Difference, Unequal, flat, in_common, parting, taken, unequal
+from phalanx.proof.difference import SIDES, Difference, compare, flat, in_common, parting, taken, unlike
 from phalanx.proof.instant import Instant, devices_of, whole
 from phalanx.proof.sides import Side, another, different_fields, side
 from phalanx.run.observers import shown
@@ -100,10 +100,8 @@ def _loosely(one: Side, other: Side, fields: dict[str, str]) -> Difference | Non
     both = bool(one.loose and other.loose)
     if not both and not set(sides[0]) & set(sides[1]):
         raise UsageError(f"{one.name} and {other.name} have no tensor in common; give a run that has a snapshot")
-    what = unequal(*sides, common=not both)
-    if what is None:
-        return None
-    return Difference(fields, phase="tensors", **what._asdict())
+    what = compare(*sides, common=not both)
+    return what and replace(what, fields=fields, phase="tensors")
 
 
 def _missing(one: Side, other: Side) -> str:
@@ -148,7 +146,7 @@ def _states(one: Side, other: Side) -> tuple[int, int | None]:
     """The newest step up to which states are known to be the same, and the first one whose state is another."""
     same = 0
     for step in sorted(set(one.states) & set(other.states)):
-        if _differing(one, other, step):
+        if unlike(one.states[step], other.states[step]):
             return same, step
         same = step
     return same, None
@@ -184,12 +182,14 @@ def _as_recorded(
 ) -> Difference:
     """The difference that links and hashes of states tell by themselves."""
     if state is not None and (parted is None or state <= (parted.step or 0)):
-        leaf = _differing(one, other, state)[0]
-        phase = "state" if state == 0 or state - same > 1 else _written_in(leaf, one.states[state], parameters)
-        return Difference(step=max(0, state - 1), phase=phase, **_measured(one, other, state, leaf)._asdict())
+        what = _measured(one, other, state)
+        unsure = state == 0 or state - same > 1
+        phase = "state" if unsure else _written_in(str(what.name), one.states[state], parameters)
+        return replace(what, step=max(0, state - 1), phase=phase)
     assert parted is not None, "one of both differs"
     if state is not None and state == (parted.step or 0) + 1 and parted.phase in ("gradient", "update"):
-        return replace(parted, **_measured(one, other, state, _differing(one, other, state)[0])._asdict())
+        what = _measured(one, other, state)
+        return replace(parted, name=what.name, elements=what.elements, ulp=what.ulp)
     return parted
 
 
@@ -201,17 +201,13 @@ def _written_in(leaf: str, state: Mapping[str, str], parameters: Sequence[str]) 
     return "buffer" if parameters or kept else "state"
 
 
-def _differing(one: Side, other: Side, state: int) -> list[str]:
-    left, right = one.states[state], other.states[state]
-    return [name for name in left if name in right and left[name] != right[name]]
-
-
-def _measured(one: Side, other: Side, state: int, leaf: str) -> Unequal:
-    """How much a tensor differs, where both states are there."""
+def _measured(one: Side, other: Side, state: int) -> Difference:
+    """The first tensor that differs after so many steps, and how much, where both states are there."""
+    leaf = unlike(one.states[state], other.states[state])[0]
     with contextlib.suppress(SnapshotError, KeyError):  # their hashes differ all the same
         left, right = ({leaf: side.tensors(state)[leaf]} for side in (one, other))
-        return unequal(left, right) or Unequal(leaf)
-    return Unequal(leaf)
+        return compare(left, right) or Difference(name=leaf)
+    return Difference(name=leaf)
 
 
 class ComputedValue(NamedTuple):
@@ -226,35 +222,27 @@ class ComputedValue(NamedTuple):
 def first_difference(one: Instant, other: Instant, last: int, *, operations: bool = False) -> Difference | None:
     """Do the steps up to ``last`` on both sides, from where they are; None if both compute the same."""
     before = one.capture(), other.capture()
-    start = unequal(*map(_tensors, before))
+    start = compare(*map(_tensors, before))
     if start is not None:
-        return _at(one.step, None, "state", start)
+        return replace(start, step=one.step, phase="state")
     updates = range(one.update, one.definition.rounds.updates(last + 1))
     for update in shown(updates, "phalanx: computing both again"):
         reports = one.advance(whole=False), other.advance(whole=False)
         after = one.capture(), other.capture()
-        if _same(*reports) and unequal(*map(_tensors, after)) is None:
+        alike = len({repr((report.parts, report.grad_norm, report.lr)) for report in reports}) == 1
+        if alike and compare(*map(_tensors, after)) is None:
             before = after
             continue
         one.put(before[0], update)
         other.put(before[1], update)
         first = _within_replicas(one, other, operations)
         first = first or _first(one.step, None, *map(_after_replicas, (one, other), reports, after))
-        return replace(first or _at(one.step, None, "update", Unequal("lr")), part=one.phase)
+        return replace(first or Difference(step=one.step, phase="update", name="lr"), part=one.phase)
     return None
-
-
-def _at(step: int, replica: int | None, phase: str, what: Unequal, line: str = "") -> Difference:
-    return Difference(step=step, replica=replica, phase=phase, line=line, **what._asdict())
 
 
 def _tensors(state: Captured) -> dict[str, Tensor]:
     return tensors_of(state.weights, state.training)
-
-
-def _same(one: StepReport, other: StepReport) -> bool:
-    left, right = ((repr(report.parts), repr(report.grad_norm), repr(report.lr)) for report in (one, other))
-    return left == right
 
 
 def _within_replicas(one: Instant, other: Instant, operations: bool) -> Difference | None:
@@ -280,10 +268,10 @@ def _first(
         if (left.phase, left.name) != (right.phase, right.name):
             name = f"{left.name or left.phase} against {right.name or right.phase}"
             lines = " against ".join(dict.fromkeys(line for line in (left.line, right.line) if line))
-            return _at(step, replica, left.phase, Unequal(name), lines)
-        mismatch = unequal(left.values, right.values)
+            return Difference(step=step, replica=replica, phase=left.phase, name=name, line=lines)
+        mismatch = compare(left.values, right.values)
         if mismatch is not None:
-            return _at(step, replica, left.phase, mismatch, left.line)
+            return replace(mismatch, step=step, replica=replica, phase=left.phase, line=left.line)
     return None
 
 
@@ -312,8 +300,8 @@ def computed(instant: Instant, replica: int, *, operations: bool = False) -> lis
         text = f"{type(cause).__name__}: {safe_str(cause)}"
         return [*records, ComputedValue("forward", "exception", {"exception": taken(text)})]
     records.append(ComputedValue("loss", "loss", flat({"loss": done.loss, "weight": done.weight}, "loss")))
-    gradients = {name: taken(value) for name, value in instant.named(done.gradient).items()}
-    records += [ComputedValue("gradient", name, {name: value}) for name, value in gradients.items()]
+    named = instant.named(done.gradient)
+    records += [ComputedValue("gradient", name, {name: taken(value)}) for name, value in named.items()]
     return records + [ComputedValue("buffer", name, {name: value}) for name, value in buffers.items()]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,23 +25,6 @@ OWN = ("link", "step")  # fields that identify a line, and are no difference in 
 PHASES = {"samples": "samples", "losses": "loss", "weights": "loss", "loss": "loss", "norm": "gradient", "lr": "update"}
 
 
-class Unequal(NamedTuple):
-    """The first of several named values that differs.
-
-    Attributes
-    ----------
-    name : str
-    elements : int or None
-        How many of its elements differ; None where shape or dtype does, or one side lacks it.
-    ulp : int or None
-        The largest difference between two elements, in units of the last place; None for what is no float.
-    """
-
-    name: str
-    elements: int | None = None
-    ulp: int | None = None
-
-
 @dataclass(frozen=True)
 class Difference:
     """How two runs, or states, differ, and where that is seen first.
@@ -60,9 +43,9 @@ class Difference:
     name : str or None
         Of the tensor, module, operation or number.
     elements : int or None
-        How many elements of the tensor differ.
+        How many elements of the tensor differ; None where shape or dtype does, or one side lacks it.
     ulp : int or None
-        The largest difference between two of them, in units of the last place.
+        The largest difference between two of them, in units of the last place; None for what is no float.
     line : str
         The line of user code; where operations were asked for.
     note : str
@@ -125,19 +108,24 @@ def taken(value: Any) -> Tensor:
         return Tensor(TEXT, tuple(value.shape), repr(value.tolist()).encode(errors="surrogatepass"))
 
 
-def unequal(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, common: bool = False) -> Unequal | None:
+def compare(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, common: bool = False) -> Difference | None:
     """The first name, in the order of ``one``, whose bytes differ; ``common``: among names that both have."""
-    names: Iterable[str] = {**one, **other}
-    for name in names:
+    for name in {**one, **other}:
         left, right = one.get(name), other.get(name)
         if left is None or right is None:
             if not common:
-                return Unequal(name)
+                return Difference(name=name)
         elif (left.dtype, left.shape) != (right.dtype, right.shape):
-            return Unequal(name)
+            return Difference(name=name)
         elif bytes(left.content) != bytes(right.content):
-            return Unequal(name, *_distance(left, right))
+            elements, ulp = _distance(left, right)
+            return Difference(name=name, elements=elements, ulp=ulp)
     return None
+
+
+def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Those of the names that both have, in the order of ``one``, whose hashes or numbers differ."""
+    return [name for name in one if name in other and one[name] != other[name]]
 
 
 def _distance(left: Tensor, right: Tensor) -> tuple[int | None, int | None]:
@@ -200,13 +188,12 @@ def parted(
     step: int, one: Mapping[str, Any], other: Mapping[str, Any], sides: tuple[str, str] = IN
 ) -> Difference | None:
     """The first difference in what two links of a step both record, in the order of computation."""
-    common = [name for name in [*PHASES, *one] if name in one and name in other and name not in OWN]
-    differing = [name for name in dict.fromkeys(common) if one[name] != other[name]]
-    if not differing:
+    ordered = {name: one[name] for name in [*PHASES, *one] if name in one and name not in OWN}
+    if not (odd := unlike(ordered, other)):
         return None
-    name = what = differing[0]
+    name = what = odd[0]
     values, replica, part = (one[name], other[name]), None, ""
-    if lists := [known for known in ("losses", "weights") if known in differing]:
+    if lists := [known for known in ("losses", "weights") if known in odd]:
         replica = _first(one[lists[0]], other[lists[0]])
     if replica is not None and name in ("losses", "weights") and all(replica < len(value) for value in values):
         values = values[0][replica], values[1][replica]

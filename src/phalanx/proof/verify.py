@@ -25,7 +25,7 @@ from phalanx.definition.fields import Definition
 from phalanx.definition.plain import changes, check_like
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks.registry import recorded_environment
-from phalanx.proof.difference import parted
+from phalanx.proof.difference import parted, unlike
 from phalanx.proof.instant import Instant, devices_of, named_devices, nearest, whole
 from phalanx.proof.replay import failure_of
 from phalanx.proof.sides import Side, another, differing, side
@@ -94,14 +94,15 @@ def verify(
             return Verified(UNKNOWN, 0, reason)
         stretches = _stretches(run, steps)
         outcome = _compared(recipe, run, stretches, workers, progress)
-        _, reads = differing(recipe, run.run["recipe"])
-        if outcome.status == DIFFERENT and reads:
-            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but the recipe may be another: {reads}")
-        if outcome.status == SAME and (damaged := _damaged(recipe, run, stretches)):
-            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {damaged}")
-        if outcome.status == SAME and steps is None and run.chain.first:
-            lost = f"{run.chain.path} begins at step {run.chain.first}: the links before are not there to be compared"
-            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {lost}")
+        doubt, first = "", run.chain.first
+        if outcome.status == SAME:
+            doubt = _damaged(recipe, run, stretches)
+            if not doubt and steps is None and first:
+                doubt = f"{run.chain.path} begins at step {first}: the links before are not there to be compared"
+        elif outcome.status == DIFFERENT and (reads := differing(recipe, run.run["recipe"])[1]):
+            doubt = f"the recipe may be another: {reads}"
+        if doubt:
+            return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {doubt}")
         blamed = "" if outcome.status else _blamed(recipe, path, len(run.chain))
         return dataclasses.replace(outcome, text=outcome.text + blamed)
 
@@ -241,12 +242,9 @@ def _step_of(instant: Instant, run: Side, ahead: int) -> str:
 def _state_of(instant: Instant, run: Side) -> str:
     """How the state differs from what the run noted of it, in words, if it did."""
     known = run.states.get(instant.step)
-    if known is None:
+    if known is None or not (names := unlike(instant.leaves, known)):
         return ""
-    differing = [name for name, value in instant.leaves.items() if known.get(name, value) != value]
-    if not differing:
-        return ""
-    return f"the state after {instant.step} steps differs in {len(differing)} tensors, the first is {differing[0]}"
+    return f"the state after {instant.step} steps differs in {len(names)} tensors, the first is {names[0]}"
 
 
 def certify(recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1) -> tuple[Verified, dict[str, Any]]:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 from phalanx.errors import UsageError
-from phalanx.surroundings import groups, presence
+from phalanx.surroundings import presence
 
 ALIGNMENT = 64
 UNLIMITED = 1 << 60
@@ -167,7 +167,7 @@ def check_room(needed: int, workers: int) -> None:
 
 def _left_by_groups() -> Iterator[int]:
     """Bytes left under the limit of every control group around this process (version 2)."""
-    for folder in groups.around("memory"):
+    for folder in presence.around("memory"):
         try:
             limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

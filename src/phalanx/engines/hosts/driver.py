@@ -78,11 +78,18 @@ class Distributed(Changing[Processes]):
         self, definition: Definition, framework: Framework, records: Records, world: World, workers: int,
         readers: int = 0, least: int = 1, chosen: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self._definition, self._framework, self._world = definition, framework, world
-        self._on_each, self._readers, self._least = workers, readers, least
+        self._definition = definition
+        self._framework = framework
+        self._world = world
+        self._on_each = workers
+        self._readers = readers
+        self._least = least
         self._deadline = Deadline(world.seconds + PATIENCE)
-        self._whole, self._last, self._gone, self._owner = chosen is None, False, False, os.getpid()
-        self._fresh, self._stuck = chosen is not None, 0  # nothing was done here yet; incarnations without a step
+        self._whole = chosen is None
+        self._fresh = chosen is not None  # nothing was done here yet
+        self._last = self._gone = False
+        self._owner = os.getpid()
+        self._stuck = 0  # incarnations without a step
         self._recent = deque[StepReport](maxlen=KEPT)
         super().__init__(records, lambda: self._entered(chosen)[1])
         self.workers = workers * world.size

@@ -18,6 +18,7 @@ from phalanx.engines.gradients import named
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LEAVING_SECONDS, LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack_recipe
+from phalanx.engines.processes.tasks import Describe, Evaluate, HandGradients, HandOver, Peek, Task
 from phalanx.engines.readers import Readers
 from phalanx.engines.recovery.failures import Deadline, FailureLog
 from phalanx.engines.recovery.supervisor import Supervisor
@@ -68,12 +69,10 @@ class Processes:
         self.ended = ""
         self.closed = self.lost = False
         self._copies = placement.copies
-        self._modes = framework.has_modes
         self._definition = definition
         self._framework = framework
         self._deadline = deadline
         self._rendezvous = rendezvous
-        self._alarm = alarm
         self._fetched = -1
         readers = readers if isinstance(definition.source, Samples) and definition.source.random else 0
         self._keep_average()
@@ -83,7 +82,7 @@ class Processes:
         with contextlib.ExitStack() as undo:
             for memory in memories:
                 undo.callback(memory.close)
-            self._begin(plan, placement, memories, readers, records)
+            self._begin(plan, placement, memories, readers, records, alarm)
             undo.pop_all()
 
     def _keep_average(self) -> None:
@@ -107,7 +106,10 @@ class Processes:
             self.check_able()
         return self._framework.sharing.averages.named()
 
-    def _begin(self, plan: ArenaPlan, placement: Placement, memories: Memories, readers: int, records: Records) -> None:
+    def _begin(
+        self, plan: ArenaPlan, placement: Placement, memories: Memories, readers: int, records: Records,
+        alarm: Callable[[], str],
+    ) -> None:  # fmt: skip
         memories.arena.grow(plan.size)
         memories.base.grow(plan.layout.base)
         mapped = memories.arena.map()
@@ -122,7 +124,7 @@ class Processes:
         pack_recipe(self._definition, self._framework.name, memories.environment, memories.recipe, facts)
         self._failures = FailureLog(self._definition, self._framework, placement, self.counters, records)
         self._pool = WorkerPool(memories, self.counters, self._deadline, self._failures)
-        self._pool.alarm = self._alarm
+        self._pool.alarm = alarm
         if any(not device.startswith("cpu") for device in self._framework.sharing.devices):
             self._pool.patience += LEAVING_SECONDS
         self.supervisor = Supervisor(
@@ -174,15 +176,14 @@ class Processes:
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         """Each worker measures a block of chunks."""
         self.check_able()
-        facts = {"metric_fn": metrics, "data": data, "batch_size": batch_size, "weights": weights}
-        began = time.perf_counter()
-        measured = [reading for readings in self.ask("evaluate", facts) for reading in readings]
+        task, began = Evaluate(metrics, data, batch_size, weights), time.perf_counter()
+        measured = [reading for readings in self.ask(task) for reading in readings]
         self._deadline.note((time.perf_counter() - began) * self.workers / len(measured), task=True)
         return measured
 
     def eval_point(self) -> Weights | None:
         """The optimizer's state is copied home before, if that has two modes."""
-        if self._modes and not self.closed and self._fetched != self._steps:
+        if self._framework.has_modes and not self.closed and self._fetched != self._steps:
             self.fetch()
         return self._framework.eval_point()
 
@@ -207,7 +208,7 @@ class Processes:
     def peek(self) -> dict[str, Any] | None:
         """The worker that has the first replica computes it."""
         self.check_able()
-        return self.ask("peek", {})[0]
+        return self.ask(Peek())[0]
 
     def capture(self) -> Captured:
         """The workers copy what they own, and go on at once."""
@@ -255,8 +256,8 @@ class Processes:
             self.lost, self.closed = losses is None, True
             for loss in losses or ():
                 self._framework.schedule(loss)
-            while not self.lost and self.counters.done > self._steps:
-                self.progress.unseen.append(self._absorb())
+            if not self.lost:
+                self._count()
             self._close_readers()
             self._pool.end()
         return None
@@ -276,21 +277,21 @@ class Processes:
                     return
                 self.supervisor.grant(STEPS)
                 counters.horizon = min(horizon, t + RING)  # lost steps may have been done again meanwhile
-            self.supervisor.wait(lambda: counters.done > t or self._over(), min(horizon, t + RING // 2))
+            self.supervisor.wait(lambda: counters.done > t or self._pool.over(), min(horizon, t + RING // 2))
             if counters.done == t:
                 self._check_alarm()
 
-    def ask(self, task: str, facts: dict[str, Any]) -> list[Any]:
+    def ask(self, task: Task) -> list[Any]:
         """Have every worker do its part of a task; returns their answers."""
         with self._watching():
-            messages = self._task(TASK, {**facts, "task": task})
+            messages = self._task(TASK, task)
         if any(item.kind != "result" for item in messages):
             raise first_error(messages)
         return [item.content for item in sorted(messages, key=lambda item: item.worker)]
 
     def _gradients(self, step: int) -> dict[str, Any]:
         """The gradients of a step that callbacks asked for. What a dead worker had of them is lost."""
-        kept = self.ask("gradients", {"step": step})
+        kept = self.ask(HandGradients(step))
         if None in kept:
             checks.warn(f"gradients of step {step} are incomplete: a worker ended before it could hand over its part")
         return named({at: pair for part in kept if part for at, pair in part.items()})
@@ -302,8 +303,8 @@ class Processes:
         while True:
             self._settle()
             self.supervisor.grant(kind, thing)
-            again = kind == BATCH or thing["task"] == "evaluate"  # can be done again
-            whole = self.supervisor.wait(self._over if again else self.counters.all_idle, t + 1)
+            again = kind == BATCH or isinstance(thing, Evaluate)  # can be done again
+            whole = self.supervisor.wait(self._pool.over if again else self.counters.all_idle, t + 1)
             if again and not (self.counters.done > t if kind == BATCH else self.counters.all_idle()):
                 self._check_alarm()
             failed = any(message.kind != "result" for message in self._pool.messages)
@@ -311,12 +312,8 @@ class Processes:
                 break
         return [] if kind == BATCH else self._settle()
 
-    def _over(self) -> bool:
-        """Whether nothing is to be waited for: workers are idle, or the alarm rings."""
-        return self.counters.all_idle() or bool(self._alarm())
-
     def _check_alarm(self) -> None:
-        if why := self._alarm():
+        if why := self._pool.alarm():
             raise SeveredError(why, step=self._steps)
 
     def _settle(self) -> list[WorkerMessage]:
@@ -335,6 +332,10 @@ class Processes:
             self._pool.halt(replaceable=self._failures.replaceable)
             self._settle()
         self.supervisor.steady()
+        self._count()
+
+    def _count(self) -> None:
+        """Count the steps that nobody has asked for."""
         while self.counters.done > self._steps:
             self.progress.unseen.append(self._absorb())
 
@@ -351,7 +352,7 @@ class Processes:
         if save:
             self.supervisor.forget()
         try:
-            states = self.ask("state", {"save": save, "change": change})
+            states = self.ask(Describe(save, change))
         except Exception as error:
             if change is not None or not self._copies:
                 raise
@@ -368,7 +369,7 @@ class Processes:
         Without any, ``error`` is raised.
         """
         for worker in range(self.workers):
-            for message in self._task(TASK, {"task": "hand_over", "source": worker}):
+            for message in self._task(TASK, HandOver(worker)):
                 if message.kind == "result" and message.content is not None:
                     return message.content
         raise error

@@ -283,12 +283,12 @@ class WorkerPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """The pids of the workers that are alive."""
-        return tuple(handle.pid for handle in list(self._handles.values()) if not handle.ended)
+        return tuple(handle.pid for handle in self._living())
 
     @property
     def alive(self) -> list[int]:
         """The workers that can be waited for."""
-        return [number for number, handle in self._handles.items() if not handle.ended]
+        return [handle.number for handle in self._living()]
 
     def start(self, numbers: Iterable[int]) -> None:
         """Start workers, or replace dead ones; returns when each is ready, has said why it is not, or has died."""
@@ -301,8 +301,12 @@ class WorkerPool:
             for fd in handle.watched:
                 self._poller.register(fd, select.POLLIN)
             if self._memories.base.size >= LARGE:  # each makes a copy of what is frozen, and then gives it back
-                self.wait(lambda: not self._starting or bool(self.alarm()), 0)
-        self.wait(lambda: not self._starting or bool(self.alarm()), 0)
+                self._wait_for_start()
+        self._wait_for_start()
+
+    def over(self) -> bool:
+        """Whether nothing is to be waited for: workers are idle, or the alarm rings."""
+        return self.counters.all_idle() or bool(self.alarm())
 
     def grant(self, kind: int) -> None:
         """Set idle workers to work."""
@@ -370,6 +374,9 @@ class WorkerPool:
                 watch.quiet = 0
                 self._wake_stopped()
 
+    def _wait_for_start(self) -> None:
+        self.wait(lambda: not self._starting or bool(self.alarm()), 0)
+
     def _in_user_code(self, number: int) -> bool:
         """Whether a worker may be in the user's code: it computes, and waits for nobody."""
         computing = self.counters.progress()[number].stage <= Stage.COMPUTING
@@ -410,7 +417,7 @@ class WorkerPool:
         return self._deadline.seconds(task=self.counters.kind == TASK, once=not self._failures.replaceable)
 
     def _living(self) -> list[WorkerHandle]:
-        return [handle for handle in self._handles.values() if not handle.ended]
+        return [handle for handle in list(self._handles.values()) if not handle.ended]
 
     def end(self) -> None:
         """End the workers, carry the rest of their output, and release all resources."""

@@ -9,12 +9,13 @@ a step may have to be done again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 from phalanx.engines.processes.messages import WorkerMessage, first_error, unfit
 from phalanx.engines.processes.pool import LONG, WorkerPool
 from phalanx.engines.processes.serialization import pack
+from phalanx.engines.processes.tasks import Begin, HandOver, Resume, Task
 from phalanx.engines.recovery.failures import FailureLog
 from phalanx.errors import LostError, safe_str
 from phalanx.frameworks.registry import reduced, reduced_sample
@@ -135,9 +136,9 @@ class Supervisor:
         if verdict.torn or self._placement.copies or not self._failures.portable or verdict.step < self._counters.done:
             return None
         self._counters.confirmed = max(self._counters.confirmed, verdict.step)
-        described = self._described(verdict.step)
-        self._mirror.get([described], saved=False)
-        return described["losses"]
+        begin = self._begun(verdict.step)
+        self._mirror.get([{"foreign": begin.foreign, "options": begin.options}], saved=False)
+        return begin.losses
 
     def repaired(self) -> bool:
         """Go back to the last finished step after an optimizer raised in mid-update; False if that is impossible."""
@@ -252,7 +253,7 @@ class Supervisor:
             return
         self._replace(fallen, step)
         loss = self._loss(step - 1) if step > self._base[0] else 0.0
-        if self._done_by_all("resume", {"step": step, "loss": loss}):
+        if self._done_by_all(Resume(step, loss)):
             self._repair = None
 
     def _handed_over(self) -> bool:
@@ -266,7 +267,7 @@ class Supervisor:
         dead = set(self._failures.dead)
         for source in self._pool.alive:
             self._pool.messages = self._errors()  # what the task that broke off came to is no answer here
-            pack({"task": "hand_over", "source": source}, self._mailbox, reduced)
+            pack(HandOver(source), self._mailbox, reduced)
             self._pool.grant(TASK)
             self._pool.wait(lambda: self._counters.all_idle(self._pool.alive) or set(self._failures.dead) != dead, LONG)
             results = [item for item in self._pool.messages if item.worker == source and item.kind == "result"]
@@ -292,7 +293,7 @@ class Supervisor:
         if not restore:
             kept = self._put()
         self._replace(fallen, kept)
-        if self._done_by_all("take", {"orders": {**self._described(kept), "restore": restore}}):
+        if self._done_by_all(self._begun(kept, restore=restore)):
             self._repair = None
 
     def _do_again(self, step: int) -> None:
@@ -310,26 +311,29 @@ class Supervisor:
         self._counters.horizon = step + 1
         self._first = step
         self._pool.grant(STEPS if batch is None else BATCH)
-        self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
+        self._wait_for_all()
 
-    def _done_by_all(self, task: str, facts: Mapping[str, Any]) -> bool:
+    def _done_by_all(self, task: Task) -> bool:
         """Have all workers do something about the state; False if one died meanwhile."""
         if not self._failures.dead:
-            pack({**facts, "task": task}, self._mailbox, reduced)
+            pack(task, self._mailbox, reduced)
             self._pool.grant(TASK)
-            self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
+            self._wait_for_all()
             self._pool.messages = self._errors()
             if any(isinstance(message.content, LostError) for message in self._pool.messages):
                 raise first_error(self._pool.messages)
         return not self._failures.dead
+
+    def _wait_for_all(self) -> None:
+        """Wait until all workers are idle, or one dies."""
+        self._pool.wait(lambda: self._counters.all_idle() or bool(self._failures.dead), LONG)
 
     def _errors(self) -> list[WorkerMessage]:
         return [message for message in self._pool.messages if message.kind != "result"]
 
     def _replace(self, workers: Sequence[int], step: int, *, joining: bool = False) -> None:
         """Start workers at ``step``; returns when they are ready, or have died again."""
-        orders = {**self._described(step), "grant": self._counters.grant, "joining": joining}
-        pack(orders, self._orders, reduced)
+        pack((self._begun(step), self._counters.grant, joining), self._orders, reduced)
         self._pool.start(workers)
         self._failures.started(step)
         if any(message.kind == "failed" for message in self._pool.messages):
@@ -353,8 +357,7 @@ class Supervisor:
         seen = step < self._seen
         return self._progress.loss_history[step] if seen else self._counters.reports.read(step)[0]
 
-    def _described(self, step: int) -> dict[str, Any]:
-        """What a worker needs to begin at ``step``."""
+    def _begun(self, step: int, *, restore: bool = False) -> Begin:
+        """What a worker has to do to begin at ``step``."""
         begun, options = self._base
-        losses = [self._loss(earlier) for earlier in range(begun, step)]
-        return {"step": step, "foreign": self._foreign, "options": options, "losses": losses, "restore": False}
+        return Begin(step, self._foreign, options, [self._loss(earlier) for earlier in range(begun, step)], restore)
