@@ -140,10 +140,9 @@ def cut(share: Share, parts: int) -> list[Share]:
     """
     pieces = [piece for piece in dealt(share, parts) if len(piece.samples)]
     if not share.reader.collated:
-        samples, start = share.read(), 0
+        samples = iter(share.read())
         for piece in pieces:
-            piece.reader = Held(samples[start : start + len(piece.samples)])
-            start += len(piece.samples)
+            piece.reader = Held([next(samples) for _ in piece.samples])
     return pieces
 
 

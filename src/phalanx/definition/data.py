@@ -119,8 +119,7 @@ class Columns:
 
     def sample(self, index: int) -> Any:
         """One row, with no added axis, copied as the rows of a batch are."""
-        rows = self.rows(self.arrays, np.array([index], dtype=np.int64))
-        return self.rebuild([row[0] for row in rows])
+        return self.rebuild([row[0] for row in self.rows(self.arrays, np.array([index]))])
 
 
 @dataclass(frozen=True)

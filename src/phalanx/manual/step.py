@@ -10,7 +10,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from phalanx.frameworks.torch.replica.forward import NoMean, as_tensors, check_s
 from phalanx.frameworks.torch.replica.gradient import drop
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.manual.replicas import ORDERED, average, tensors_of
+from phalanx.plan.orders import Indices
 from phalanx.plan.shares import share_weights
 from phalanx.seams.records import Computed, Part, Todo, losses_of, with_losses
 from phalanx.step import ABSENT, check_consistent, mean_loss, total_weight, weighed
@@ -205,8 +206,17 @@ class Given:
 def _dealt(batch: Any, count: int) -> list[Share]:
     """The batch in ``count`` shares."""
     source = open_batch(batch)
-    reader = source if isinstance(source, Columns) else OneByOne(source, copies=False)
+    reader = replace(source, rows=_rows) if isinstance(source, Columns) else OneByOne(source, copies=False)
     return dealt(Share(np.arange(len(source)), reader, "batch"), count)
+
+
+def _rows(arrays: Sequence[Any], indices: Indices) -> list[Any]:
+    """Rows that follow one another; a device makes the indices itself, so that nothing of the host has to go there."""
+    first = int(indices[:1].sum())
+    return [
+        array[torch.arange(first, first + len(indices), device=array.device) if torch.is_tensor(array) else indices]
+        for array in arrays
+    ]
 
 
 def _task(definition: Definition, no_mean: NoMean, replica: int, model: torch.nn.Module, share: Share) -> Task:
