@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -67,6 +67,13 @@ class Forward:
         Whether a weight that lies on the device is not read yet.
     phase : Phase, optional
         The phase of a step whose loss it is; None: the recipe's loss.
+    begin : callable
+        Puts buffers back to the step's start.
+
+    Attributes
+    ----------
+    told : bool or None
+        Whether the last loss is a mean over samples; None where nobody asked, or it cannot be told.
     """
 
     def __init__(
@@ -77,18 +84,18 @@ class Forward:
         *,
         later: bool = False,
         phase: Phase | None = None,
+        begin: Callable[[], object] = bool,
     ) -> None:
-        self.loss_fn: Callable[..., Any] | None = definition.loss_fn if phase is None else phase.loss_fn
+        self._loss_fn: Callable[..., Any] | None = definition.loss_fn if phase is None else phase.loss_fn
         fields = definition if phase is None else phase
         self._takes_model, self._over_batch = fields.loss_takes == "model", fields.loss_over == "batch"
-        check_stateless(self.loss_fn)
+        check_stateless(self._loss_fn)
         self._definition = definition
-        self.own = definition.forward_fn is None
         self._model = model
         self._device = device
-        self._later = later
-        self._tokens = TokenMean() if self.loss_fn is None and definition.replicas > 1 else None
-        self._tolerance = max(TOLERANCES.get(parameter.dtype, COARSE) for parameter in model.parameters())
+        self._later, self._begin = later, begin
+        self.told: bool | None = None
+        self._tokens = TokenMean() if self._loss_fn is None and definition.replicas > 1 else None
         self._double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
     def output(self, batch: Any, origin: str, forward_fn: Callable[..., Any] | None = None) -> Any:
@@ -111,67 +118,60 @@ class Forward:
         target_fn = target_fn or self._definition.target_fn
         return self._tensor(target_of(batch)) if target_fn is None else target_fn(batch)
 
-    def loss(self, batch: Any, origin: str, watch: Watch | None = None) -> tuple[torch.Tensor, Any, Named | None]:
+    def loss(
+        self, batch: Any, origin: str, watch: Watch | None = None, samples: int = 0
+    ) -> tuple[torch.Tensor, Any, Named | None]:
         """The scalar loss of ``batch``, and the weight and the named losses that were returned with it, if any were.
 
-        A weight that lies on a device is a function that waits for it.
+        A weight that lies on a device is a function that waits for it. ``samples``: how many there are, if it is to be
+        found out whether the loss is a mean over them; ``told`` says so afterwards.
         """
+        self.told = None
+        if samples and (self._takes_model or self._loss_fn is None):
+            # Before autocast: it would keep casts of weights that have no graph.
+            self.told = self._is_mean(functools.partial(self._loss, origin=origin), batch, samples=samples)
+            self._begin()
         with autocast(self._device, self._definition.precision):
-            value = self._loss(batch, origin, watch)
+            value = self._loss(batch, origin, watch, samples)
         return self._checked(value, batch, origin)
 
-    def is_mean(self, batch: Any, samples: int, begin: Callable[[], None]) -> bool | None:
-        """Whether the loss is a mean over samples, asked of a batch; None where that cannot be told.
+    def _is_mean(self, loss: Callable[..., Any], *given: Any, samples: int) -> bool | None:
+        """Whether a loss of a batch, or of output and target, is a mean over samples; None where that cannot be told.
 
         Such a mean is the mean of what it is for two parts, weighted by their sizes. These have no common divisor: two
         halves of eight samples have equally many of a class in one case of four, and class weights would not show then.
-        ``begin`` puts buffers back before each call.
+        Where the model is called, dropout and batch norm are as in evaluations. Nothing is compiled for these sizes.
         """
-        rows, plain = torch.arange(samples, device=self._device), self.loss_fn and not self._takes_model
+        again = len(given) == 1  # the model is called
+        rows = torch.arange(samples, device=self._device)
         cut = next((size for size in range(samples // 2, 0, -1) if math.gcd(size, samples) == 1), 0)
-
-        def pick(tree: Any, part: torch.Tensor) -> Any:
-            return map_tree(lambda leaf: leaf.view(samples, *leaf.shape[1:])[part], tree)  # raises for other sizes
-
-        def value(part: torch.Tensor, *, of_output: bool = False) -> float:
-            begin()
-            try:
-                if of_output:
-                    loss = self._of_rows(pick(self.output(batch, ""), part), pick(self.target(batch), part))
-                else:
-                    loss = self._loss(pick(batch, part), "", None)
-                return float(_split("", loss)[0])
-            except Exception:
-                if plain and 1 < len(part) < samples:  # a loss may need two samples, and a model a certain size
-                    return math.nan
-                raise
-
-        def agrees(**of: bool) -> bool | None:
-            one, other = value(rows[:cut], **of), value(rows[cut:], **of)
-            allowed = self._tolerance * max(map(abs, (whole, one, other)))
-            if abs(whole - other - (one - other) * cut / samples) <= allowed:
-                return True if abs(one - other) > allowed else None
-            return False
-
-        told = None
-        with self._apart(), contextlib.suppress(Exception):
-            whole = value(rows)
-            told = agrees() if cut else None
-            if told is False and value(rows) - whole != 0:  # it draws random numbers, or is not finite
-                told = None
-            if told is False and plain and agrees(of_output=True):  # it is the model that mixes samples
-                told = None
-        begin()
-        return told
-
-    @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Inside, nothing moves: evaluation mode, no graph, no warning, nothing compiled, generators put back."""
         owned = {**self._definition.generators, **generators.find({"model": self._model})}
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-        quiet = warnings.catch_warnings(action="ignore")
-        with generators.kept(owned), evaluating(self._model), torch.no_grad(), eager, quiet:
-            yield
+
+        def pick(leaf: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            if not again and leaf.shape[1:2] == (samples,):
+                raise LookupError  # either axis may be that of samples
+            return leaf.view(samples, *leaf.shape[1:])[part]  # raises where the first one is not
+
+        def value(part: torch.Tensor) -> Any:
+            picked = map_tree(lambda leaf: pick(leaf, part), given)
+            if again:
+                self._begin()
+            try:
+                return _split("", loss(*picked))[0]
+            except Exception:
+                if again or len(part) == 1:  # a model may need a certain number, and a loss two
+                    raise
+                return math.nan
+
+        quiet, unanswered = warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception)
+        with generators.kept(owned), evaluating(self._model), torch.no_grad(), eager, quiet, unanswered:
+            whole, one, other = (value(part) for part in (rows, rows[:cut], rows[cut:]) if cut)
+            allowed = TOLERANCES.get(whole.dtype, COARSE) * max(map(abs, (whole, one, other)))
+            if abs(whole - other - (one - other) * cut / samples) <= allowed:
+                return True if abs(one - other) > allowed else None
+            return False if value(rows) - whole == 0 else None  # it draws random numbers, or is not finite
+        return None
 
     def rows(self, batch: Any, origin: str) -> tuple[Any, Any]:
         """The output of a share, and what a loss over the whole batch takes beside it."""
@@ -189,14 +189,14 @@ class Forward:
         return self.to_device(batch)
 
     def _of_rows(self, output: Any, seen: Any) -> Any:
-        loss_fn = self.loss_fn
+        loss_fn = self._loss_fn
         assert loss_fn is not None, "a recipe refuses that"
         with checks.noting(output, seen):
             return loss_fn(self._model, output, seen) if self._takes_model else loss_fn(output, seen)
 
     def _checked(self, value: Any, batch: Any, origin: str) -> tuple[torch.Tensor, Any, Named | None]:
         """A loss, and what came with it, out of what user code returned."""
-        name = "loss_fn" if self.loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
+        name = "loss_fn" if self._loss_fn else "forward_fn" if self._definition.forward_fn else "the model"
         loss, weight, named = _split(name, value)
         if self._over_batch and weight is not None:
             raise UsageError(WEIGHED)
@@ -207,8 +207,8 @@ class Forward:
             return loss, functools.partial(checks.weight, name, weight), named
         return loss, None if weight is None else checks.weight(name, weight), named
 
-    def _loss(self, batch: Any, origin: str, watch: Watch | None) -> Any:
-        loss_fn = self.loss_fn
+    def _loss(self, batch: Any, origin: str, watch: Watch | None = None, samples: int = 0) -> Any:
+        loss_fn = self._loss_fn
         if self._takes_model and not self._over_batch:
             assert loss_fn is not None, "a recipe refuses that"
             return loss_fn(self._model, self.to_device(batch))
@@ -221,7 +221,10 @@ class Forward:
             return output
         target = self.target(batch)
         with checks.noting(output, target, TAKES_MODEL):
-            return loss_fn(output, target)
+            value = loss_fn(output, target)
+        if samples:
+            self.told = self._is_mean(loss_fn, output, target, samples=samples)
+        return value
 
     def evaluated(self, metrics: Metrics, batch: Any, origin: str) -> list[Any]:
         """What metrics see of the model's output and target for ``batch``."""
@@ -252,7 +255,7 @@ class Forward:
         return value
 
     def _check_loss(self, name: str, loss: Any, batch: Any, origin: str) -> None:
-        if self.loss_fn is None and isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        if self._loss_fn is None and isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise UsageError(
                 f"loss_fn is missing: {name} returned a tensor of shape {tuple(loss.shape)}, which is no loss; pass "
                 "one, as in loss_fn=torch.nn.functional.cross_entropy, or return the loss, as in loss.mean()"
@@ -424,34 +427,39 @@ class NoMean:
         self._looks = LOOKS if replicas > 1 else 0
         self._asked = set[int]()  # phases
 
-    def look(
-        self, forward: Forward, phase: int, begin: Callable[[], None], batch: Any, samples: int, weight: Any
-    ) -> None:
-        """Ask a loss about its batch, once the graph is gone: the first, and the first that may ignore targets of it.
+    def asks(self, forward: Forward, phase: int, replica: int, batch: Any) -> str | None:
+        """Whether a loss is asked about its batch; a text is what is said of it if that tells nothing.
 
-        A first share may be one without padding. A device is waited for in the very first only.
+        It is the first of replica 0, and one that may ignore targets: a first share may be one without padding. A
+        device is waited for in the very first only.
         """
-        if not self._looks or weight is not None:
-            return
-        loss_fn, waits, reason, mean = forward.loss_fn, self._looks == LOOKS, None, None
-        if _has(batch, ignored := _option(loss_fn, "ignore_index", IGNORED), waits=waits):
-            reason = f"seems to ignore targets of {ignored}, which the data has"
+        if not self._looks:
+            return None
+        ignored, waits = _option(forward._loss_fn, "ignore_index", IGNORED), self._looks == LOOKS
         self._looks -= 1
-        if phase in self._asked and not reason:
-            return
+        if _has(batch, ignored, waits=waits):
+            return f"seems to ignore targets of {ignored}, which the data has"
+        if replica or phase in self._asked:
+            return None
         self._asked.add(phase)
+        return ""
+
+    def warn(self, forward: Forward, weight: Any, reason: str) -> None:
+        """Warn of a loss that was asked, unless it is such a mean or returned a weight."""
+        loss_fn = forward._loss_fn
+        settled = reason or weight is not None
         if _option(loss_fn, "weight", None) is not None:
             reason = "has class weights"
-        else:
-            mean = forward.is_mean(batch, samples, begin)
-        if reason or mean is False:
+        elif forward.told is not None:
+            reason = "" if forward.told else reason or UNLIKE
+        if settled or reason:
             self._looks = 0
-        if mean is False or (reason and mean is None):
-            own = "the model's own loss" if forward.own else "the loss of forward_fn"
+        if reason and weight is None:
+            own = "the model's own loss" if forward._definition.forward_fn is None else "the loss of forward_fn"
             who, way = ("loss_fn", WRAPPED) if loss_fn else (own, RETURNED)
             checks.warn(
-                f"{who} {reason or UNLIKE}, so it is no mean over samples, and it returns no weight: the replicas' "
-                f"mean differs from the whole batch's. {way}{OTHERWISE}"
+                f"{who} {reason}, so it is no mean over samples, and it returns no weight: the replicas' mean differs "
+                f"from the whole batch's. {way}{OTHERWISE}"
             )
 
 

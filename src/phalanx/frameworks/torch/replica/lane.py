@@ -96,7 +96,8 @@ class Lane:
         phases = definition.phases or (None,)
         unread = later and self._parts == 1
         device = self.parameters[0].device
-        self._forwards = [Forward(definition, model, device, later=unread, phase=phase) for phase in phases]
+        begin = buffers.begin
+        self._forwards = [Forward(definition, model, device, later=unread, phase=one, begin=begin) for one in phases]
         self._chosen = [None if phase is None else covered(phase, self.named, model) for phase in phases]
         self._no_mean = no_mean
         if any(map(definition.over_batch, range(len(phases)))):
@@ -163,12 +164,9 @@ class Lane:
                 read, named = self._read(loss), self._read_named(named) if named else None
             else:
                 read, weight, taken, named = self._in_parts(todo, watch)
-            buffers = self.buffers.left()
-            if watch is None and not todo.replica:  # so one worker has it
-                self._no_mean.look(self._forwards[todo.phase], todo.phase, self.buffers.begin, *self._seen)
-            self._seen = None, 0, None
             if self._shared:
                 self._check_unwritten(versions, "in forward, loss_fn or a hook", IN_FORWARD)
+            buffers = self.buffers.left()
             if watch is not None:
                 for name, value in zip(self.buffers.paths, buffers, strict=True):
                     watch.report("buffer", name, value)
@@ -270,7 +268,7 @@ class Lane:
         parts, named_parts = Parts([len(piece.samples) for piece in pieces]), list[tuple[float, Named]]()
         for number, piece in enumerate(pieces):
             batch = self._batch(None if number else todo.key, piece, watch)
-            loss, returned, named = self._loss(batch, todo, piece, watch)
+            loss, returned, named = self._loss(batch, todo, piece, watch, asks=not number)
             before = parts.weight
             self._tell_early(None if before else watch)
             weight = parts.add(number, self._read(loss), returned)
@@ -295,20 +293,28 @@ class Lane:
         return None if chosen is None else [parameter for _, parameter in chosen if parameter.requires_grad]
 
     def _loss(
-        self, batch: Any, todo: Todo, share: Share, watch: Watch | None
+        self, batch: Any, todo: Todo, share: Share, watch: Watch | None, *, asks: bool = True
     ) -> tuple[torch.Tensor, Any, Named | None]:
-        """The loss of a batch, and the weight and named losses that came with it. Known errors are explained."""
-        compute, compared = self._forwards[todo.phase].loss, self._no_mean.compared
+        """The loss of a batch, and the weight and named losses that came with it. Known errors are explained.
+
+        ``asks``: buffers are as at the step's start, so the loss may be asked.
+        """
+        forward, compared = self._forwards[todo.phase], self._no_mean.compared
+        asked = self._no_mean.asks(forward, todo.phase, todo.replica, batch) if asks and watch is None else None
+        compute = functools.partial(
+            forward.loss, batch, share.origin, watch, 0 if asked is None else len(share.samples)
+        )
         try:
             if todo.phase in compared:
-                loss, weight, named = compute(batch, share.origin, watch)
+                loss, weight, named = compute()
             else:
                 with checks.comparing(compared, todo.phase):
-                    loss, weight, named = compute(batch, share.origin, watch)
+                    loss, weight, named = compute()
         except Exception as error:
             _explain(error, len(share.samples))
             raise
-        self._seen = batch, len(share.samples), weight
+        if asked is not None:
+            self._no_mean.warn(forward, weight, asked)
         return loss, weight, named
 
     def _read(self, loss: torch.Tensor) -> Any:
