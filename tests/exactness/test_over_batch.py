@@ -47,6 +47,7 @@ def distances(one, other):
     return {"loss": abs(one[0] / other[0] - 1), **apart}
 
 
+@pytest.mark.filterwarnings("ignore:the loss of forward_fn comes to something else")
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("replicas", [2, 3, 4, 8])
 def test_the_big_batch(kind, replicas):
