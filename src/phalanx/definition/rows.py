@@ -56,7 +56,7 @@ def _form(tree: Any, name: str, content: list[bytes | memoryview], pack: Callabl
     if isinstance(tree, (tuple, list)):
         kind = "tuple" if isinstance(tree, tuple) else "list"
         return {kind: [_form(value, f"{name}[{at}]", content, pack) for at, value in enumerate(tree)]}
-    if is_array(tree) and not getattr(tree.dtype, "hasobject", False):
+    if is_array(tree) and not getattr(getattr(tree, "dtype", None), "hasobject", False):
         dtype, shape, memory = pack(tree)
         content += [memory, bytes(-len(memory) % ALIGNED)]
         return [dtype, list(shape), len(memory)]
