@@ -34,7 +34,7 @@ def towers(model, batch):
 
 def clip_loss(model, output, batch):
     logits = model.logit_scale.exp() * output[0] @ output[1].T
-    pairs = torch.arange(len(logits))
+    pairs = torch.arange(len(logits)).to(logits.device)
     return (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
 
 
@@ -48,8 +48,8 @@ def views(model, batch):
 
 def simclr(output, target):
     z = F.normalize(torch.cat(output))
-    logits = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
-    return F.cross_entropy(logits, torch.arange(len(z)).roll(len(z) // 2))
+    logits = (z @ z.T / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool).to(z.device), -1e9)
+    return F.cross_entropy(logits, torch.arange(len(z)).roll(len(z) // 2).to(z.device))
 
 
 def barlow(output, target):
@@ -124,10 +124,10 @@ def moco_loss(model, output, target):
     query, keys = output
     logits = torch.cat([(query * keys).sum(1, keepdim=True), query @ model.queue.clone()], 1) / 0.2
     teacher = (keys - model.centre).softmax(1)
-    loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+    loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long).to(logits.device))
     loss = loss - (teacher * query.log_softmax(1)).sum(1).mean()
     with torch.no_grad():
-        columns = (int(model.at) + torch.arange(len(keys))) % model.queue.shape[1]
+        columns = (model.at + torch.arange(len(keys)).to(keys.device)) % model.queue.shape[1]
         model.queue[:, columns] = keys.T.float()
         model.at += len(keys)
         model.centre.lerp_(keys.float().mean(0), 0.1)
@@ -136,7 +136,8 @@ def moco_loss(model, output, target):
 
 def mixed(output, target):
     """A loss that draws: rows against the rows of a permutation."""
-    return (output * output[torch.randperm(len(output))]).mean() + (torch.rand(len(output)) * output[:, 0]).mean()
+    order, factors = torch.randperm(len(output)).to(output.device), torch.rand(len(output)).to(output.device)
+    return (output * output[order]).mean() + (factors * output[:, 0]).mean()
 
 
 KINDS = {

@@ -75,7 +75,7 @@ def propose(
     t: int,
     shares: Sequence[Share],
     gradients: Callable[..., Iterator[Computed]] | None = None,
-    compare: Callable[[], None] | None = None,
+    compare: Callable[[], object] = bool,
     over_batch: OverBatch | None = None,
 ) -> Proposal:
     """Compute step ``t``, or update ``t`` if steps have phases: gradients of the replicas, fold, screen.
@@ -104,12 +104,9 @@ def propose(
         ]
         parts = link.all_gather([part._replace(wrote=wrote) for part in mine] if of_all else mine)
         check_losses(parts)  # before replicas are compared, which those that come from unlike losses would differ in
-        if compare is not None:
-            compare()
+        compare()
         check_consistent(parts, framework.written)
-        weight = total_weight(parts)
-        if weight is None and definition.on_nonfinite != "skip":
-            raise RunError(UNCOUNTED.format(moment), step=moment.step)
+        weight = _counted(parts, definition, moment)
         gradient = link.mean(1.0 if of_all else weight or 1.0)
         norm, parts = link.norm(gradient, parts)
         if of_all:
@@ -257,6 +254,13 @@ def check_consistent(parts: Sequence[Part], written: Sequence[str] = ()) -> None
 def total_weight(parts: Sequence[Part]) -> float | None:
     """The sum of weights, which the gradient is divided by; None where every weight is 0."""
     return fold_values([part.weight or None for part in parts], operator.add)
+
+
+def _counted(parts: Sequence[Part], definition: Definition, moment: Moment) -> float | None:
+    weight = total_weight(parts)
+    if weight is None and definition.on_nonfinite != "skip":
+        raise RunError(UNCOUNTED.format(moment), step=moment.step)
+    return weight
 
 
 def mean_loss(parts: Sequence[Part], weight: float) -> float:

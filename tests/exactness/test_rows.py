@@ -239,8 +239,9 @@ def test_state_in_python(options):
     assert len(told) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["loss", "write", "neither"])
-@pytest.mark.parametrize("options", [{"workers": 2}, pytest.param({"devices": ["cpu", "cpu"]}, marks=pytest.mark.long)])
+@pytest.mark.parametrize("options", [{"workers": 2}, {"devices": ["cpu", "cpu"]}])
 def test_differing_workers(what, options):
     """A loss that has another value in each worker, or writes another one, is refused; its twin is not."""
     job = bad(make_model=Moco, loss_fn=Different(what), loss_takes="model")

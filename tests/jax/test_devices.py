@@ -49,6 +49,9 @@ def loss(output, target):
     counted = (target < 2).sum()
     return jax.numpy.where(counted > 0, mlp.loss_fn(output, target), 0), counted
 
+def pairs(output, target):
+    return (output @ output.T).std()
+
 room = numpy.empty(64 + 4 * 5, numpy.uint8)
 room = room[-room.ctypes.data % 64 :][: 4 * 5].view(numpy.float32).reshape(1, 5)  # jax uses it as it lies
 
@@ -150,6 +153,7 @@ asked = {
     "equal": lambda: answers(ONE, TWO, ["cpu:0", "cpu:1"]),
     "one": lambda: answers(ONE),
     "other": lambda: answers(ONE, seed=9),
+    "over batch": lambda: answers(ONE, TWO, THREE, loss_fn=pairs, loss_over="batch"),
     "refilled": lambda: answers(ONE, TWO, TWO, data=Rows(), collate_fn=refilled),
     "errors": lambda: answers(ONE, TWO, data=Broken()),
     "refused": lambda: answers(
@@ -195,6 +199,13 @@ def test_any_devices(answers):
     one, *others = answers("equal")
     assert [found[:2] for found in others] == [one[:2]] * 2
     assert [found[2] for found in answers("equal")] == [1, 2, 2]
+
+
+def test_losses_over_the_batch(answers):
+    """Outputs of replicas on one device, two or three are joined to one loss, and go back to the same digest."""
+    one, *others = answers("over batch")
+    assert [found[:2] for found in others] == [one[:2]] * 2
+    assert len(one[0]) == len(answers("one")[0][0])
 
 
 def test_a_batch_in_memory_that_is_used_again(answers):

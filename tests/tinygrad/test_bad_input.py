@@ -54,6 +54,13 @@ def test_what_other_frameworks_have(changes, elsewhere):
     refused(f"^{next(iter(changes))} is (given|2), .* leave it out, or write the model in {elsewhere}$", **changes)
 
 
+def test_losses_over_the_batch():
+    """Over several replicas they are refused; with one there is nothing to join, as the message says."""
+    refused("^loss_over is 'batch', .* use replicas=1$", loss_over="batch")
+    one, plain = (FAMILIES["mlp"].recipe(1, steps=1, loss_over=over).train().digest for over in ("batch", "share"))
+    assert one == plain
+
+
 def test_without_a_compiler(monkeypatch):
     """Where the CPU's compiler is missing, that is said, though all that this needs may have been compiled before."""
     from phalanx.frameworks.tinygrad import devices
