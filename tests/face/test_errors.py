@@ -397,6 +397,7 @@ def test_a_finite_gradient_whose_norm_overflows_is_no_error(replicas, max_norm):
     assert all(parameter.isfinite().all() for parameter in result.model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn comes to something else")  # a sum
 def test_gradients_that_overflow_only_in_the_fold_are_named_as_such():
     """Where each replica is finite and only the sum is not, the error says so and blames no replica."""
     error = failed(

@@ -222,7 +222,7 @@ class Forward:
         target = self.target(batch)
         with checks.noting(output, target, TAKES_MODEL):
             value = loss_fn(output, target)
-        if samples:
+        if samples and not isinstance(value, tuple):  # of a loss and its weight
             self.told = self._is_mean(loss_fn, output, target, samples=samples)
         return value
 
