@@ -39,8 +39,7 @@ if __name__ == "__main__":
     for replicas in (1, 2, 4):
         losses = []
         for over in ("share", "batch"):
-            recipe = phalanx.Recipe(
-                make_model, data, nt_xent, forward_fn=views, loss_over=over, replicas=replicas, batch_size=BATCH, steps=1
-            )
+            fields = {"loss_over": over, "replicas": replicas, "batch_size": BATCH, "steps": 1}
+            recipe = phalanx.Recipe(make_model, data, nt_xent, forward_fn=views, **fields)
             losses.append(recipe.train(engine="inline", progress=False).loss)
         print(f"R = {replicas}: {losses[0]:.2f} of shares, {losses[1]:.2f} over the batch")

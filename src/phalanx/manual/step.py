@@ -138,8 +138,7 @@ def data_parallel_step(
         checks.function(name, hook, f"{name}=print")
     changed = None if before_shard is None else before_shard(batch)
     shares = _dealt(batch if changed is None else changed, len(replicas))
-    no_mean = LOOKED.setdefault(replicas[0], NoMean(len(replicas)))
-    no_mean.compared.add(0)
+    no_mean = LOOKED.setdefault(replicas[0], NoMean(len(replicas), {0}))
     tasks = [_task(definition, no_mean, *one) for one in zip(range(len(replicas)), replicas, shares, strict=True)]
     try:
         for task in tasks:

@@ -173,10 +173,7 @@ class Framework(Protocol):
         ...
 
     def outputs(self, todo: Sequence[Todo]) -> Iterator[bytes]:
-        """For a loss over the whole batch: what each of these replicas says to all, computed when it is asked for.
-
-        It runs user code.
-        """
+        """For a loss over the whole batch: what each of these replicas says to all; runs user code."""
         ...
 
     def over_batch(self, said: Sequence[bytes], key: int, phase: int) -> float:

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -415,6 +415,8 @@ class NoMean:
     ----------
     replicas : int
         Of the recipe.
+    compared : iterable, optional
+        What ``compared`` begins with.
 
     Attributes
     ----------
@@ -422,8 +424,8 @@ class NoMean:
         The phases and metrics whose losses were called, and compare outputs and targets of sizes that fit.
     """
 
-    def __init__(self, replicas: int) -> None:
-        self.compared = set[Any]()
+    def __init__(self, replicas: int, compared: Iterable[Any] = ()) -> None:
+        self.compared = set[Any](compared)
         self._looks = LOOKS if replicas > 1 else 0
         self._asked = set[int]()  # phases
 
