@@ -98,10 +98,10 @@ def test_everything_that_writes_to_the_standard_streams_is_carried(capsys):
     small(loss_fn=loss_fn, steps=1).train(workers=3, engine="processes")
     out, err = capsys.readouterr()
     assert (
-        err.splitlines() == ["through sys.stderr"] * 7
-    )  # each of three its replica twice in the first step, and one that of another
+        err.splitlines() == ["through sys.stderr"] * 10
+    )  # Each of three its replica twice in the first step, and one that of another; the loss is asked three times more.
     for text in ("through a descriptor \\xff\n", "through a program\n", "unfinished: é"):
-        assert out.count(text) == 7, out
+        assert out.count(text) == 10, out
 
 
 def test_a_worker_that_fails_has_printed_before(capsys):

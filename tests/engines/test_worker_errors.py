@@ -258,6 +258,7 @@ def test_a_step_in_which_nothing_counts_is_told_as_inline():
     assert_same(workers_error(loss_fn=counted), inline_error(loss_fn=counted))
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn comes to something else")  # a sum
 def test_an_overflow_in_the_fold_is_told_as_inline():
     """Each replica finite, the sum not: the same words, and no replica is blamed."""
     changes = {

@@ -163,6 +163,7 @@ def test_8_and_17_sets_and_process_ids(tmp_path, name, where):
     assert done.returncode == (1 if where else 0)
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn comes to something else")  # it weighs places
 def test_9_another_order_in_collate(tmp_path):
     """The batch of the first replica, before anything is computed."""
 
