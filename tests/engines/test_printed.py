@@ -97,9 +97,8 @@ def test_everything_that_writes_to_the_standard_streams_is_carried(capsys):
 
     small(loss_fn=loss_fn, steps=1).train(workers=3, engine="processes")
     out, err = capsys.readouterr()
-    assert (
-        err.splitlines() == ["through sys.stderr"] * 10
-    )  # Each of three its replica twice in the first step, and one that of another; the loss is asked three times more.
+    # Each of three its replica twice in the first step, and one that of another; the loss is asked three times more.
+    assert err.splitlines() == ["through sys.stderr"] * 10
     for text in ("through a descriptor \\xff\n", "through a program\n", "unfinished: é"):
         assert out.count(text) == 10, out
 
