@@ -41,7 +41,9 @@ CALLS = (
 )
 TOLERANCE = 0.05  # relative: beside the mean there may be a small loss of another kind
 UNLIKE = "comes to something else for a share than the mean of what it comes to for two parts of it"
-WRAPPED = "If it is the mean of something else, say of how many: phalanx.weighted(loss_fn, count), or return (loss, count)"
+WRAPPED = (
+    "If it is the mean of something else, say of how many: phalanx.weighted(loss_fn, count), or return (loss, count)"
+)
 RETURNED = (
     "Return the weight, too: (loss, what it is the mean of), as (batch['labels'] != -100).sum(). Labels are counted "
     "here where forward_fn=lambda model, batch: model(**batch) returns the whole output, not its loss; if that was "
