@@ -148,7 +148,12 @@ def missing_files(text):
     """Files that a document names and that are not there; a bare name is in the folder of the one before it."""
     found, folder = [], reading.ROOT / "src" / "phalanx"
     for name in re.findall(r"`([\w/]+\.(?:py|md|cpp|toml))`", text):
-        places = [reading.ROOT / "src" / "phalanx" / name, reading.ROOT / name, folder / name]
+        places = [
+            reading.ROOT / "src" / "phalanx" / name,
+            reading.ROOT / name,
+            folder / name,
+            reading.ROOT / "tests" / name,
+        ]
         there = next((place for place in places if place.exists()), None)
         if there is None:
             found.append(name)

@@ -137,7 +137,7 @@ class Host:
     def _train(self):
         self.definition = SimpleNamespace(
             replicas=self.replicas, rounds=Rounds(), phases=None, micro_batches=1, updates=self.steps, seed=0,
-            on_nonfinite="stop", source=None, epoch_of=lambda step: 0,
+            on_nonfinite="stop", over_batch=lambda phase: False, source=None, epoch_of=lambda step: 0,
             plan=SimpleNamespace(shares=lambda _: [numpy.array([each]) for each in range(self.replicas)]),
         )  # fmt: skip
         self.framework, self.progress = Machine(self), Progress()

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-from phalanx import recipe as recipes
 from phalanx.checkpoint.directory import RunDirectory, newest_step
 from phalanx.errors import PeersLostError
+from phalanx.run import opening
 from tests.families import FAMILIES
 
 STEPS = 3
@@ -37,14 +37,14 @@ class Noted:
 @pytest.fixture
 def beside(tmp_path):
     """Begins a run in a process beside the one that saves; ``at_the_end`` is called when its engine has closed."""
-    alone = recipes._of_this_process
+    alone = opening._of_this_process
 
     def one_of_several(settled, _):
         return alone(settled, SimpleNamespace(elect=lambda run_dir: False))
 
     @contextlib.contextmanager
     def begun(at_the_end=lambda state: None, **options):
-        with mock.patch.object(recipes, "_of_this_process", one_of_several):
+        with mock.patch.object(opening, "_of_this_process", one_of_several):
             run = FAMILIES["mlp"].recipe(2, steps=STEPS).start(engine="inline", run_dir=tmp_path / "run", **options)
         state, close = run._engine.progress, run._engine.close
 
