@@ -187,6 +187,9 @@ class Recipe(Definition):
             Over several hosts: seconds after which a process that is not heard is lost. The others go on without it.
         min_hosts : int
             With how many processes it is worth while to go on. Fewer save, and end with a ``PeersLostError``.
+        secret_file : str or path, optional
+            Over several hosts: a file with a secret, at least 16 bytes, the same on all hosts, in place of
+            PHALANX_SECRET. Who does not have it cannot take part (``docs/hosts.md``).
         run_dir : str or path, optional
             Where snapshots and a log of events are kept. The same call again goes on from the newest good snapshot, to
             the same digest, with any number of workers. SIGTERM then saves and raises ``Preempted``.
@@ -294,7 +297,8 @@ class Recipe(Definition):
         functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
         audit = Audit(settled.audit, self.seed) if settled.audit else None
         with contextlib.ExitStack() as undo:
-            world = entered(settled.engine, settled.deadline_seconds, settled.lost_after, audit, undo)
+            facts = settled.engine, settled.deadline_seconds, settled.lost_after, audit, undo
+            world = entered(*facts, settled.secret_file)
             own, settled = settled, _of_this_process(settled, world)
             past = ResumeState(self, settled)
             undo.callback(past.close)

@@ -44,8 +44,8 @@ CALM = 5.0  # seconds without trouble after which nobody may be lost: as long as
 MODULES = beacon, members, gloo, stores, world, driver, Machine, Store, Group
 # Waits are longer here, so that there are fewer actions to strike at.
 COARSE = {
-    "BEATS": 4, "FAREWELLS": 2, "FAREWELL_SECONDS": 0.1, "TICK_SECONDS": 0.2, "BRIEF_SECONDS": 0.2, "POLL_SECONDS": 0.2,
-    "CONNECTED": datetime.timedelta(seconds=3), "ANSWER_SECONDS": 1.0, "WAKING_SECONDS": 0.2,
+    "BEATS": 4, "PINGS": 2, "FAREWELLS": 2, "FAREWELL_SECONDS": 0.1, "TICK_SECONDS": 0.2, "BRIEF_SECONDS": 0.2,
+    "POLL_SECONDS": 0.2, "CONNECTED": datetime.timedelta(seconds=3), "ANSWER_SECONDS": 1.0, "WAKING_SECONDS": 0.2,
 }  # fmt: skip
 HOST = "caller", "worker", "beacon"  # processes of a host
 STRUCK = {  # by each fault of a host
@@ -122,7 +122,7 @@ class Simulation(Observer):
             "open_framework": lambda *_, **__: self.runs[schedule.process].framework,
             "checks": SimpleNamespace(warn=bool), "presence": SimpleNamespace(own=bool),
             "recorded_environment": dict, "shared": lambda _: ({}, {}),
-            "WARM": SimpleNamespace(prepare=bool, awake=True),
+            "WARM": SimpleNamespace(prepare=bool, awake=True), "say": bool,
         }  # fmt: skip
 
     def begin(self, rank):

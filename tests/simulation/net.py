@@ -131,11 +131,14 @@ class Pipe(File):
 
 
 class Datagrams(File):
-    """A socket for datagrams. They may be lost, and overtake each other."""
+    """A socket for datagrams. They may be lost, and overtake each other. A process and its child may both have it."""
 
     def __init__(self, net):
         super().__init__(net)
-        self.came, self.refused = [], None
+        self.came, self.refused, self.holders = [], None, [self.owner]
+
+    def gone(self):
+        return self.closed or all(map(self.net.gone, self.holders))
 
     def setblocking(self, _):
         """Only sockets that do not wait are simulated."""
@@ -183,8 +186,9 @@ class Beside:
     """The process beside a member: it runs the real ``Beacon``."""
 
     def __init__(self, net, pipe, air):
-        self.net, self.process = net, net.schedule.process._replace(part="beacon")
-        pipe.owner = air.owner = self.process
+        self.net, self.process = net, net.schedule.process._replace(part=f"beacon {next(net.count)}")
+        pipe.owner = self.process
+        air.holders.append(self.process)
         net.schedule.start(self.process, "main", lambda: self.serve(pipe, air))
 
     def serve(self, pipe, air):
@@ -192,6 +196,7 @@ class Beside:
             Beacon(pipe, air, json.loads(pipe.recv(1 << 16))).serve()
 
     def wait(self, seconds=None):
+        """As ``Popen.wait``."""
         if not self.net.schedule.wait(lambda: self.net.gone(self.process), seconds):
             raise subprocess.TimeoutExpired("beacon", seconds)
 

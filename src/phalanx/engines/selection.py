@@ -120,8 +120,9 @@ def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definitio
 
 
 def entered(
-    engine: str, seconds: float | None, lost_after: float, audit: Audit | None, undo: contextlib.ExitStack
-) -> Any:
+    engine: str, seconds: float | None, lost_after: float, audit: Audit | None, undo: contextlib.ExitStack,
+    secret_file: Any = None,
+) -> Any:  # fmt: skip
     """All processes of the torch.distributed world, if this engine means them; else None.
 
     ``undo``: an error before the run begins is told to the others when this is left.
@@ -132,7 +133,7 @@ def entered(
         raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
     from phalanx.engines.hosts.world import World  # loads what speaks to networks
 
-    world = World(seconds, lost_after)
+    world = World(seconds, lost_after, secret_file)
     undo.push(world.failed)
     return world
 

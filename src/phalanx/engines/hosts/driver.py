@@ -70,6 +70,7 @@ class Distributed(Changing[Processes]):
         self._deadline = Deadline(world.seconds + PATIENCE)
         self._whole, self._last, self._gone, self._owner = chosen is None, False, False, os.getpid()
         self._fresh, self._stuck = chosen is not None, 0  # nothing was done here yet; incarnations without a step
+        self._dropped = 0  # messages, as far as they were noted
         self._recent = deque[StepReport](maxlen=KEPT)
         self.run_state = run_state
         super().__init__(run_state, lambda: self._entered(chosen)[1])
@@ -97,6 +98,7 @@ class Distributed(Changing[Processes]):
         self._recent.append(report)
         self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
         self._stuck = 0
+        self._note_dropped()
         return report
 
     def _advanced(self, step: int, batch: Any, horizon: int) -> StepReport:
@@ -278,6 +280,16 @@ class Distributed(Changing[Processes]):
             self.run_state.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], text))
             if self.run_state.leads:
                 checks.warn(f"step {chosen['step']}: {text}")
+
+    def _note_dropped(self) -> None:
+        """Note messages from outside that did not fit: the first, whenever there are twice as many, and at the end."""
+        dropped = self._world.members.door.dropped
+        new = dropped.total() - self._dropped
+        if new > self._dropped or (new and self._finished):
+            self._dropped += new
+            facts = ", ".join(f"{count} {why}" for why, count in sorted(dropped.items()))
+            text = f"{new} messages from outside were dropped; since the run began: {facts}"
+            self.run_state.incidents.append(Incident(time.perf_counter(), "dropped", -1, self._steps - 1, text))
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""
