@@ -297,8 +297,7 @@ class Recipe(Definition):
         functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in settled.evaluation]
         audit = Audit(settled.audit, self.seed) if settled.audit else None
         with contextlib.ExitStack() as undo:
-            facts = settled.engine, settled.deadline_seconds, settled.lost_after, audit, undo
-            world = entered(*facts, settled.secret_file)
+            world = entered(settled, audit, undo)
             own, settled = settled, _of_this_process(settled, world)
             past = ResumeState(self, settled)
             undo.callback(past.close)

@@ -52,6 +52,7 @@ STRUCK = {  # by each fault of a host
     "kill": HOST[:2],
     "crash": HOST,  # so that nobody says that they ended
     "mute": ("beacon",),
+    "halt": ("beacon",),  # stopped, alone
     "fall": ("worker",),
     "freeze": ("caller",),
     "stop": HOST,
@@ -60,8 +61,10 @@ STRUCK = {  # by each fault of a host
     "thaw": HOST,
     "start": ("caller",),  # if it has ended
 }
-ALONE = list(STRUCK)[:8]
-LINKS = "cut", "deaf", "slow", "lose"  # faults of a link, both ways or one; one datagram is lost
+ALONE = list(STRUCK)[:9]
+ONE = {"lose": "losing", "garble": "garbling", "repeat": "repeating"}  # faults of a datagram: lost, malformed, again
+LINKS = "cut", "deaf", "slow", *ONE  # faults of a link, both ways or one
+RARE = {"halt": "mute", "garble": "lose", "repeat": "lose"}  # drawn in place of others, so that those do not get rarer
 MENDS = {"start": "kill crash mute", "thaw": "freeze stop", "heal": "cut deaf slow"}
 
 
@@ -254,7 +257,8 @@ class Simulation(Observer):
             return random.choice(undoing)
         rank = random.randrange(self.size)
         other = (rank + random.randrange(1, self.size)) % self.size
-        fault = random.choice((*ALONE, *LINKS))
+        fault = random.choice([fault for fault in (*ALONE, *LINKS) if fault not in RARE])
+        fault = random.choice((fault, *(rare for rare, like in RARE.items() if like == fault)))
         return (fault, rank, other) if fault in LINKS else (fault, rank)
 
     def processes(self, rank, *parts):
@@ -268,7 +272,7 @@ class Simulation(Observer):
             if not struck:
                 self.begin(rank)
             return not struck
-        if fault in ("freeze", "stop", "thaw"):
+        if fault in ("freeze", "stop", "halt", "thaw"):
             struck = [each for each in struck if (each in self.schedule.frozen) == (fault == "thaw")]
             self.schedule.frozen ^= set(struck)
         elif fault == "leave":
@@ -286,8 +290,8 @@ class Simulation(Observer):
     def strike_link(self, fault, one, other):
         """Do a fault to what one host sends to another, or what both send, or undo it."""
         net, both = self.net, {(one, other), (other, one)}
-        if fault == "lose":
-            net.losing[one, other] += 1
+        if fault in ONE:
+            getattr(net, ONE[fault])[one, other] += 1
             return True
         if fault == "heal":
             struck = both & (net.cut | net.slow)

@@ -20,9 +20,10 @@ from typing import NamedTuple
 import torch
 
 from phalanx.engines.hosts.beacon import Beacon
+from phalanx.engines.hosts.messages import MAC_BYTES, VERSION, Door
 from tests.simulation.replacing import Poller, altered
 
-LATENCY, SLOW = 0.01, 0.4  # seconds
+LATENCY, SLOW, LATER = 0.01, 0.4, 0.7  # seconds
 ROOM = 40  # messages in a pipe, or datagrams at a socket
 
 
@@ -39,7 +40,9 @@ class Net:
 
     def __init__(self, schedule):
         self.schedule, self.cut, self.slow = schedule, set(), set()
-        self.losing = collections.Counter()  # how many datagrams of a link are to be lost
+        # How many datagrams of a link are to be lost, come malformed with a right MAC, and come again, later.
+        self.losing, self.garbling, self.repeating = (collections.Counter() for _ in range(3))
+        self.door = None  # with the key of the job
         self.bound, self.stores, self.groups = {}, {}, {}
         self.count = itertools.count(1)  # of whatever needs a name: no number comes twice
 
@@ -165,8 +168,11 @@ class Datagrams(File):
         if self.refused is not None and self.refused <= net.schedule.now:
             self.refused = None
             raise ConnectionRefusedError
-        lost = net.losing[here, there] > 0
-        net.losing[here, there] -= lost
+        lost, garbled, repeated = (count[here, there] > 0 for count in (net.losing, net.garbling, net.repeating))
+        for count, struck in zip((net.losing, net.garbling, net.repeating), (lost, garbled, repeated), strict=True):
+            count[here, there] -= struck
+        if garbled:
+            data = malformed(data, net.door, next(net.count))
         if lost or not net.passes(here, there):
             return
         listener, moment = net.bound.get(self.to), net.arrival(here, there)
@@ -174,6 +180,13 @@ class Datagrams(File):
             self.refused = moment if net.passes(there, here) else None
         elif len(listener.came) < ROOM:
             bisect.insort(listener.came, (moment, next(net.count), data, here))
+            if repeated:
+                bisect.insort(listener.came, (moment + LATER, next(net.count), data, here))
+                net.schedule.moments.append(moment + LATER)
+
+    def sendto(self, data, place):
+        self.to = place
+        self.send(data)
 
     def recvfrom(self, _):
         if not self.readable():
@@ -193,7 +206,9 @@ class Beside:
 
     def serve(self, pipe, air):
         with contextlib.suppress(ConnectionError, ValueError):  # its parent may end first
-            Beacon(pipe, air, json.loads(pipe.recv(1 << 16))).serve()
+            facts = json.loads(pipe.recv(1 << 16))
+            self.net.door = Door(bytes.fromhex(facts["key"]))
+            Beacon(pipe, air, facts).serve()
 
     def wait(self, seconds=None):
         """As ``Popen.wait``."""
@@ -351,6 +366,18 @@ class Group:
             tensors[0].copy_(torch.frombuffer(bytearray(came.popleft()[1]), dtype=torch.uint8))
 
         return SimpleNamespace(wait=wait)
+
+
+def malformed(data, door, number):
+    """A datagram in which something does not fit, or all of it, with the MAC of who has the key."""
+    message = json.loads(data[MAC_BYTES:].removeprefix(VERSION))
+    junk = [None, -1, "x", [], {}, 1 << 80, [[]] * 9, True][number % 8]
+    holder = next((message[kind] for kind in ("say", "beat", "bye") if number % 3 and kind in message), message)
+    name = sorted(holder)[number % len(holder)]
+    if number % 5:
+        del holder[name]
+    holder[name if number % 5 > 1 else "more"] = junk
+    return door.seal(message)
 
 
 def address_of(rank):

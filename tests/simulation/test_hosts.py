@@ -53,7 +53,7 @@ def faults(size):
     """All faults that can befall so many hosts."""
     alone = [(fault, rank) for fault in (*ALONE, "start") for rank in range(size)]
     cut = [("cut", *pair) for pair in itertools.combinations(range(size), 2)]
-    pairs = itertools.product(("deaf", "slow", "lose"), itertools.permutations(range(size), 2))
+    pairs = itertools.product(("deaf", "slow", "lose", "garble", "repeat"), itertools.permutations(range(size), 2))
     return [*alone, *cut, *[(fault, *pair) for fault, pair in pairs]]
 
 

@@ -28,7 +28,7 @@ from phalanx.surroundings.presence import printable
 
 LAST, ARGUMENT = "last ", "argument "
 BEGINS, DEATHS = ("start", "resume"), ("death", "lost")  # of a worker, or of another process
-DROPPED = "dropped"  # from outside: how many is the first word
+DROPPED = "dropped"  # messages from outside; the last such event says how many
 LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
 MOST_BESIDE = 3  # runs that have a column each in a terminal, and their names in a page's title
 MOST_EVENTS = 200  # on a page, the last ones
@@ -125,7 +125,7 @@ class History:
             "workers": next((line.get("workers") for line in reversed(self.events) if line["event"] in BEGINS), None),
             "deaths": sum(kinds[kind] for kind in DEATHS),
             "replacements": kinds["replaced"] + kinds["joined"],
-            "dropped messages": sum(_leading(line.get("why")) for line in self.events if line["event"] == DROPPED),
+            "dropped messages": next((one.get("why") for one in reversed(self.events) if one["event"] == DROPPED), 0),
             "snapshots": kinds["snapshot"],
             "seconds": whole,
             "seconds in steps": inside,
@@ -255,12 +255,6 @@ def _fields(values: Mapping[str, str]) -> dict[str, str]:
     used = {name: text for name, text in values.items() if name != "lr" or values.get("optimizer") == "None"}
     short = {name: re.sub(r"\.keywords\['(\w+)'\]", r" \1", name).removesuffix(".func") for name in used}
     return {short[name]: str(text).strip("'") for name, text in used.items() if not name.endswith("__class__")}
-
-
-def _leading(text: Any) -> int:
-    """The number with which a text begins."""
-    found = re.match(r"\d{1,15}\b", str(text))
-    return int(found[0]) if found else 0
 
 
 def _clock(stamp: float | None) -> str:

@@ -107,7 +107,8 @@ class Beacon:
                 if state(self.parent) not in (b"T", b"t"):
                     self.beat()
                 self.answers = 0
-                self.notify_dropped()
+                if self.door.dropped and self.notify_parent({"dropped": self.door.dropped}):
+                    self.door.dropped.clear()
             self.notify_who_lives(now)
         for _ in range(FAREWELLS):
             self.send(self.members, {"bye": self.last_word})
@@ -168,14 +169,12 @@ class Beacon:
         about = {"run": self.run.get("run"), "from": self.me, "id": self.id, "port": self.port, "count": self.count}
         return self.door.seal(about | message)
 
-    def answer(self, place: Sequence[Any], message: dict[str, Any], now: float) -> None:
+    def answer(self, place: Sequence[Any], message: dict[str, Any]) -> None:
         """Send one datagram to a process that is no member."""
         if self.answers < self.size:
             self.answers += 1
-            stranger = Peer(place, now)
-            stranger.send(self.sealed(message))
-            if stranger.socket is not None:
-                stranger.socket.close()
+            with contextlib.suppress(OSError):  # no way to there
+                self.air.sendto(self.sealed(message), (place[0], place[1]))
 
     def listen(self, now: float) -> None:
         """Read what has come."""
@@ -196,7 +195,7 @@ class Beacon:
             same.count = message["count"]
         if "look" in message:
             if self.run and sender not in self.members:
-                self.answer(place, self.under_way(now), now)
+                self.answer(place, self.under_way(now))
         elif "say" in message and message["say"]["kind"] == "join":
             if self.admits(message, place, now):
                 self.notify_parent({**message, "place": place})
@@ -220,7 +219,7 @@ class Beacon:
         proof = self.door.mac(f"{self.salt} {place} {message['id']}".encode()).hex()
         if not self.run or message["say"]["proof"] != proof:
             if self.run:
-                self.answer(place, {"say": {"kind": "prove", "proof": proof}}, now)
+                self.answer(place, {"say": {"kind": "prove", "proof": proof}})
             return False
         sender, peer = message["from"], self.peers.get(message["from"])
         if peer is None or peer.id not in (None, message["id"]) or peer.address != tuple(place):
@@ -258,11 +257,6 @@ class Beacon:
             }
             if self.notify_parent({"alive": alive, "lost": lost, "ended": [rank for rank in lost if self.ended(rank)]}):
                 self.reported = alive
-
-    def notify_dropped(self) -> None:
-        """Tell the parent how many messages did not fit since it was told."""
-        if self.door.dropped and self.notify_parent({"dropped": self.door.dropped}):
-            self.door.dropped.clear()
 
     def notify_parent(self, message: dict[str, Any]) -> bool:
         """Tell the parent something; returns whether that went. While it does not read, what is too much is dropped."""

@@ -35,6 +35,7 @@ from phalanx.plan.fold import hosts
 from phalanx.plan.lifecycle import MOST
 from phalanx.seams import Framework
 from phalanx.seams.records import Captured, Evaluated, Exported, Incident, RunState, StepReport, Training, Weights
+from phalanx.surroundings import interrupts
 
 T = TypeVar("T")
 COMPARED_BYTES = 256 << 20
@@ -288,7 +289,7 @@ class Distributed(Changing[Processes]):
         if new > self._dropped or (new and self._finished):
             self._dropped += new
             facts = ", ".join(f"{count} {why}" for why, count in sorted(dropped.items()))
-            text = f"{new} messages from outside were dropped; since the run began: {facts}"
+            text = f"messages from outside that were dropped since the run began: {facts}"
             self.run_state.incidents.append(Incident(time.perf_counter(), "dropped", -1, self._steps - 1, text))
 
     def _check_batch(self, step: int, batch: Any) -> None:
@@ -338,6 +339,7 @@ def _join(world: World, definition: Definition) -> dict[str, Any]:
     WARM.prepare(definition)
     end = time.monotonic() + world.seconds
     while not WARM.awake and time.monotonic() < end:
+        interrupts.check()
         time.sleep(WAKING_SECONDS)
     chosen = world.join()
     if chosen is None:

@@ -31,7 +31,18 @@ from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, Rendezvous, answer, 
 from phalanx.engines.hosts.members import CLOSED, LEAVES, Farewell, Members
 from phalanx.engines.hosts.messages import Door, key_of
 from phalanx.engines.hosts.stores import (
-    POLL_SECONDS, SECRET, Values, address_of, hint, job_of, opened, reached, run_of, secret_of, served, surroundings,
+    POLL_SECONDS,
+    SECRET,
+    Values,
+    address_of,
+    hint,
+    job_of,
+    opened,
+    reached,
+    run_of,
+    secret_of,
+    served,
+    surroundings,
 )  # fmt: skip
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
 from phalanx.plan.membership import mutual
@@ -293,16 +304,20 @@ class World:
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         positions = [self.members.ranks.index(rank) for rank in ranks]
         for piece in (torch.tensor([len(content)]), *data.split(PIECE)):
-            self._met.wait([self._met.begin_send(piece, position) for position in positions])
+            self._wait([self._met.begin_send(piece, position) for position in positions])
 
     def receive(self, rank: int) -> bytes:
         """Bytes that a member sends."""
         position, size = self.members.ranks.index(rank), torch.empty(1, dtype=torch.int64)
-        self._met.wait([self._met.begin_receive(size, position)])
+        self._wait([self._met.begin_receive(size, position)])
         data = torch.empty(int(size), dtype=torch.uint8)
         for piece in data.split(PIECE):
-            self._met.wait([self._met.begin_receive(piece, position)])
+            self._wait([self._met.begin_receive(piece, position)])
         return data.numpy().tobytes()
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        """Wait in a thread of its own, as whoever is stopped never answers; Ctrl-C and news end that."""
+        in_thread(functools.partial(self._met.wait, works), self.check)
 
     def odd_one(self, content: bytes) -> int | None:
         """The first process whose bytes differ from rank 0's, at equal length; None if all have the same."""
