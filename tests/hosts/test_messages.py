@@ -270,6 +270,7 @@ def datagrams(count, seed):
         yield data
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.campaign)])
 def test_whatever_comes_nobody_ends(member, count):
     """Two members get mutations of all kinds of messages, and go on hearing each other with flat memory."""
@@ -306,6 +307,7 @@ def test_one_datagram_ends_nothing(member):
     assert pid_of(one) == pid
 
 
+@pytest.mark.long
 def test_a_stranger_is_answered_once_for_each_look(member):
     """300 looks get at most 300 answers, and nothing comes to anybody who has not asked."""
     both = pair_of(member, seconds=4.0)
@@ -365,6 +367,7 @@ def test_who_lives_is_not_replaced(member):
     assert both[0].alive == [1]
 
 
+@pytest.mark.long
 def test_what_was_said_before_does_not_count(member):
     """A recorded beat of a member that has fallen does not keep it alive."""
     both = pair_of(member, seconds=1.0)
@@ -402,6 +405,7 @@ def test_a_lost_member_is_told_of_the_run_for_a_bounded_time(member, monkeypatch
     made.peers[2].socket.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [9, 19], ids=["killed", "stopped"])
 def test_a_member_goes_on_without_its_helper(member, number):
     """Another one is started on the same socket, and nobody counts the member as lost."""

@@ -12,7 +12,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 251_000  # of the package, without docstrings and comments; lower it whenever you can
+TOKENS = 254_500  # of the package, without docstrings and comments; lower it whenever you can
 FILE_LINES = 500
 FUNCTION_LINES = 40
 

