@@ -92,6 +92,10 @@ EVERY_TIME = {
     },
     "hosts and the backend": {
         "hosts/test_hosts.py::test_two_hosts": 1,
+        "hosts/test_messages.py::test_whatever_comes_nobody_ends": 1,
+        "hosts/test_messages.py::test_a_stranger_is_answered_once_for_each_look": 1,
+        "hosts/test_messages.py::test_a_member_goes_on_without_its_helper": 2,
+        "hosts/test_secret.py::test_a_stranger_without_the_secret_changes_nothing": 1,
         "backend/test_collectives.py::test_all_reduce": 1,
         "backend/test_failures.py::test_a_dead_rank_is_an_error_on_all_others": 1,
         "backend/test_scripts.py::test_script": 1,

@@ -175,6 +175,9 @@ class Recipe(Definition):
             Over several hosts: seconds after which a process that is not heard is lost. The others go on without it.
         min_hosts : int
             With how many processes it is worth while to go on. Fewer save, and end with a ``PeersLostError``.
+        secret_file : str or path, optional
+            Over several hosts: a file with a secret, at least 16 bytes, the same on all hosts, in place of
+            PHALANX_SECRET. Who does not have it cannot take part (``docs/hosts.md``).
         run_dir : str or path, optional
             Where snapshots and a log of events are kept. The same call again goes on from the newest good snapshot, to
             the same digest, with any number of workers. SIGTERM then saves and raises ``Preempted``.

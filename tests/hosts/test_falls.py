@@ -295,7 +295,9 @@ def test_comes_back_on_another_host(tmp_path, victim, address):
         strike(hosts.processes[victim], signal.SIGKILL)
         hosts.at(6, watcher)
         (hosts.folder / f"step-{victim}").unlink()
-        world = {**hosts.world, "MASTER_ADDR": address, "RANK": str(victim)}
+        # The job keeps its name where a process finds it at another address.
+        job = {"PHALANX_JOB": hosts.world["MASTER_ADDR"]}
+        world = {**hosts.world, **job, "MASTER_ADDR": address, "RANK": str(victim)}
         hosts.processes[victim] = network.start(3, *hosts.command, **world)
         hosts.in_again(victim)
         assert kinds(hosts.ended(0, 1, 2)[watcher]) == ["lost", "joined"]

@@ -16,6 +16,16 @@ WORLD = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
+SECRET = {"secretKeyRef": {"name": "run-a", "key": "secret"}}
+
+
+def only_itself(policy, labels):
+    """The policy lets in what has these labels alone."""
+    pods = {"podSelector": {"matchLabels": labels}}
+    assert policy["kind"] == "NetworkPolicy"
+    assert policy["spec"] == {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]}
+
+
 def codes():
     """The exit codes in the page's table: what each says about starting again."""
     page = (reading.ROOT / "docs" / "hosts.md").read_text()
@@ -24,12 +34,14 @@ def codes():
 
 def test_the_job():
     """Each pod has its index as its rank, and a name that the others reach; exit codes end the job or do not."""
-    service, job = yaml.safe_load_all((FOLDER / "job.yaml").read_text())
+    service, policy, job = yaml.safe_load_all((FOLDER / "job.yaml").read_text())
     spec = job["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     env = {item["name"]: item for item in container["env"]}
-    assert tuple(env) == WORLD
+    assert tuple(env) == (*WORLD, "PHALANX_SECRET")
+    assert env["PHALANX_SECRET"]["valueFrom"] == SECRET
+    only_itself(policy, {"batch.kubernetes.io/job-name": job["metadata"]["name"]})
     assert env["RANK"]["valueFrom"]["fieldRef"]["fieldPath"] == INDEX
     assert (spec["completionMode"], pod["restartPolicy"], service["spec"]["clusterIP"]) == ("Indexed", "Never", "None")
     assert env["WORLD_SIZE"]["value"] == str(spec["completions"]) == str(spec["parallelism"])
@@ -50,10 +62,12 @@ def test_the_job():
 
 def test_the_train_job():
     """The command turns what the runtime gives into what phalanx reads."""
-    (job,) = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    policy, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+    only_itself(policy, {"jobset.sigs.k8s.io/jobset-name": job["metadata"]["name"]})
     trainer = job["spec"]["trainer"]
+    assert trainer["env"] == [{"name": "PHALANX_SECRET", "valueFrom": SECRET}]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (4, 1)
     *shell, line = trainer["command"]
     line = line.replace("exec phalanx", "exec env; exec phalanx")

@@ -173,6 +173,16 @@ def test_lost_processes_are_deaths(run_dir, tmp_path):
     assert (row["deaths"], row["replacements"]) == (3, 2)
 
 
+def test_dropped_messages_are_counted(run_dir, tmp_path):
+    """The last count of messages from outside that did not fit is a row; without one it is 0."""
+    run = shutil.copytree(run_dir, tmp_path / "run")
+    assert pages.read(run).row()["dropped messages"] == 0
+    with open(run / LOG, "a") as log:
+        for why in ("1 malformed", "60 malformed"):
+            log.write(json.dumps({"event": "dropped", "step": 1, "worker": -1, "why": why}) + "\n")
+    assert pages.read(run).row()["dropped messages"] == "60 malformed"
+
+
 @pytest.mark.long
 def test_arguments_are_rows(here, tmp_path):
     """What a function that returns the recipe was called with is told, in the terminal and on the page."""

@@ -44,14 +44,15 @@ CALM = 5.0  # seconds without trouble after which nobody may be lost: as long as
 MODULES = beacon, members, gloo, stores, world, driver, Machine, Store, Group
 # Waits are longer here, so that there are fewer actions to strike at.
 COARSE = {
-    "BEATS": 4, "FAREWELLS": 2, "FAREWELL_SECONDS": 0.1, "TICK_SECONDS": 0.2, "BRIEF_SECONDS": 0.2, "POLL_SECONDS": 0.2,
-    "CONNECTED": datetime.timedelta(seconds=3), "ANSWER_SECONDS": 1.0, "WAKING_SECONDS": 0.2,
+    "BEATS": 4, "PINGS": 2, "FAREWELLS": 2, "FAREWELL_SECONDS": 0.1, "TICK_SECONDS": 0.2, "BRIEF_SECONDS": 0.2,
+    "POLL_SECONDS": 0.2, "CONNECTED": datetime.timedelta(seconds=3), "ANSWER_SECONDS": 1.0, "WAKING_SECONDS": 0.2,
 }  # fmt: skip
 HOST = "caller", "worker", "beacon"  # processes of a host
 STRUCK = {  # by each fault of a host
     "kill": HOST[:2],
     "crash": HOST,  # so that nobody says that they ended
     "mute": ("beacon",),
+    "halt": ("beacon",),  # stopped, alone
     "fall": ("worker",),
     "freeze": ("caller",),
     "stop": HOST,
@@ -60,8 +61,10 @@ STRUCK = {  # by each fault of a host
     "thaw": HOST,
     "start": ("caller",),  # if it has ended
 }
-ALONE = list(STRUCK)[:8]
-LINKS = "cut", "deaf", "slow", "lose"  # faults of a link, both ways or one; one datagram is lost
+ALONE = list(STRUCK)[:9]
+ONE = {"lose": "losing", "garble": "garbling", "repeat": "repeating"}  # faults of a datagram: lost, malformed, again
+LINKS = "cut", "deaf", "slow", *ONE  # faults of a link, both ways or one
+RARE = {"halt": "mute", "garble": "lose", "repeat": "lose"}  # drawn in place of others, so that those do not get rarer
 MENDS = {"start": "kill crash mute", "thaw": "freeze stop", "heal": "cut deaf slow"}
 
 
@@ -122,7 +125,7 @@ class Simulation(Observer):
             "open_framework": lambda *_, **__: self.runs[schedule.process].framework,
             "checks": SimpleNamespace(warn=bool), "presence": SimpleNamespace(own=bool),
             "recorded_environment": dict, "shared": lambda _: ({}, {}),
-            "WARM": SimpleNamespace(prepare=bool, awake=True),
+            "WARM": SimpleNamespace(prepare=bool, awake=True), "say": bool,
         }  # fmt: skip
 
     def begin(self, rank):
@@ -255,7 +258,8 @@ class Simulation(Observer):
             return random.choice(undoing)
         rank = random.randrange(self.size)
         other = (rank + random.randrange(1, self.size)) % self.size
-        fault = random.choice((*ALONE, *LINKS))
+        fault = random.choice([fault for fault in (*ALONE, *LINKS) if fault not in RARE])
+        fault = random.choice((fault, *(rare for rare, like in RARE.items() if like == fault)))
         return (fault, rank, other) if fault in LINKS else (fault, rank)
 
     def processes(self, rank, *parts):
@@ -269,7 +273,7 @@ class Simulation(Observer):
             if not struck:
                 self.begin(rank)
             return not struck
-        if fault in ("freeze", "stop", "thaw"):
+        if fault in ("freeze", "stop", "halt", "thaw"):
             struck = [each for each in struck if (each in self.schedule.frozen) == (fault == "thaw")]
             self.schedule.frozen ^= set(struck)
         elif fault == "leave":
@@ -287,8 +291,8 @@ class Simulation(Observer):
     def strike_link(self, fault, one, other):
         """Do a fault to what one host sends to another, or what both send, or undo it."""
         net, both = self.net, {(one, other), (other, one)}
-        if fault == "lose":
-            net.losing[one, other] += 1
+        if fault in ONE:
+            getattr(net, ONE[fault])[one, other] += 1
             return True
         if fault == "heal":
             struck = both & (net.cut | net.slow)

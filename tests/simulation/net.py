@@ -20,9 +20,10 @@ from typing import NamedTuple
 import torch
 
 from phalanx.engines.hosts.beacon import Beacon
+from phalanx.engines.hosts.messages import MAC_BYTES, VERSION, Door
 from tests.simulation.replacing import Poller, altered
 
-LATENCY, SLOW = 0.01, 0.4  # seconds
+LATENCY, SLOW, LATER = 0.01, 0.4, 0.7  # seconds
 ROOM = 40  # messages in a pipe, or datagrams at a socket
 
 
@@ -39,7 +40,9 @@ class Net:
 
     def __init__(self, schedule):
         self.schedule, self.cut, self.slow = schedule, set(), set()
-        self.losing = collections.Counter()  # how many datagrams of a link are to be lost
+        # How many datagrams of a link are to be lost, come malformed with a right MAC, and come again, later.
+        self.losing, self.garbling, self.repeating = (collections.Counter() for _ in range(3))
+        self.door = None  # with the key of the job
         self.bound, self.stores, self.groups = {}, {}, {}
         self.count = itertools.count(1)  # of whatever needs a name: no number comes twice
 
@@ -131,11 +134,14 @@ class Pipe(File):
 
 
 class Datagrams(File):
-    """A socket for datagrams. They may be lost, and overtake each other."""
+    """A socket for datagrams. They may be lost, and overtake each other. A process and its child may both have it."""
 
     def __init__(self, net):
         super().__init__(net)
-        self.came, self.refused = [], None
+        self.came, self.refused, self.holders = [], None, [self.owner]
+
+    def gone(self):
+        return self.closed or all(map(self.net.gone, self.holders))
 
     def setblocking(self, _):
         """Only sockets that do not wait are simulated."""
@@ -162,8 +168,11 @@ class Datagrams(File):
         if self.refused is not None and self.refused <= net.schedule.now:
             self.refused = None
             raise ConnectionRefusedError
-        lost = net.losing[here, there] > 0
-        net.losing[here, there] -= lost
+        lost, garbled, repeated = (count[here, there] > 0 for count in (net.losing, net.garbling, net.repeating))
+        for count, struck in zip((net.losing, net.garbling, net.repeating), (lost, garbled, repeated), strict=True):
+            count[here, there] -= struck
+        if garbled:
+            data = malformed(data, net.door, next(net.count))
         if lost or not net.passes(here, there):
             return
         listener, moment = net.bound.get(self.to), net.arrival(here, there)
@@ -171,6 +180,13 @@ class Datagrams(File):
             self.refused = moment if net.passes(there, here) else None
         elif len(listener.came) < ROOM:
             bisect.insort(listener.came, (moment, next(net.count), data, here))
+            if repeated:
+                bisect.insort(listener.came, (moment + LATER, next(net.count), data, here))
+                net.schedule.moments.append(moment + LATER)
+
+    def sendto(self, data, place):
+        self.to = place
+        self.send(data)
 
     def recvfrom(self, _):
         if not self.readable():
@@ -183,15 +199,19 @@ class Beside:
     """The process beside a member: it runs the real ``Beacon``."""
 
     def __init__(self, net, pipe, air):
-        self.net, self.process = net, net.schedule.process._replace(part="beacon")
-        pipe.owner = air.owner = self.process
+        self.net, self.process = net, net.schedule.process._replace(part=f"beacon {next(net.count)}")
+        pipe.owner = self.process
+        air.holders.append(self.process)
         net.schedule.start(self.process, "main", lambda: self.serve(pipe, air))
 
     def serve(self, pipe, air):
         with contextlib.suppress(ConnectionError, ValueError):  # its parent may end first
-            Beacon(pipe, air, json.loads(pipe.recv(1 << 16))).serve()
+            facts = json.loads(pipe.recv(1 << 16))
+            self.net.door = Door(bytes.fromhex(facts["key"]))
+            Beacon(pipe, air, facts).serve()
 
     def wait(self, seconds=None):
+        """As ``Popen.wait``."""
         if not self.net.schedule.wait(lambda: self.net.gone(self.process), seconds):
             raise subprocess.TimeoutExpired("beacon", seconds)
 
@@ -346,6 +366,18 @@ class Group:
             tensors[0].copy_(torch.frombuffer(bytearray(came.popleft()[1]), dtype=torch.uint8))
 
         return SimpleNamespace(wait=wait)
+
+
+def malformed(data, door, number):
+    """A datagram in which something does not fit, or all of it, with the MAC of who has the key."""
+    message = json.loads(data[MAC_BYTES:].removeprefix(VERSION))
+    junk = [None, -1, "x", [], {}, 1 << 80, [[]] * 9, True][number % 8]
+    holder = next((message[kind] for kind in ("say", "beat", "bye") if number % 3 and kind in message), message)
+    name = sorted(holder)[number % len(holder)]
+    if number % 5:
+        del holder[name]
+    holder[name if number % 5 > 1 else "more"] = junk
+    return door.seal(message)
 
 
 def address_of(rank):

@@ -112,18 +112,19 @@ def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definitio
         engine.close()
 
 
-def entered(engine: str, seconds: float | None, lost_after: float, audit: Any, undo: contextlib.ExitStack) -> Any:
-    """All processes of the torch.distributed world, if this engine means them; else None.
+def entered(options: Any, audit: Any, undo: contextlib.ExitStack) -> Any:
+    """All processes of the torch.distributed world, if the engine that was asked for means them; else None.
 
-    ``undo``: an error before the run begins is told to the others when this is left.
+    ``options``: as ``settle`` returns them. ``undo``: an error before the run begins is told to the others when this is
+    left.
     """
-    if engine != "distributed" and not (engine == "auto" and several()):
+    if options.engine != "distributed" and not (options.engine == "auto" and several()):
         return None
     if audit:
         raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
     from phalanx.engines.hosts.world import World  # loads what speaks to networks
 
-    world = World(seconds, lost_after)
+    world = World(options.deadline_seconds, options.lost_after, options.secret_file)
     undo.push(world.failed)
     return world
 

@@ -28,6 +28,7 @@ from phalanx.surroundings.presence import printable
 
 LAST, ARGUMENT = "last ", "argument "
 BEGINS, DEATHS = ("start", "resume"), ("death", "lost")  # of a worker, or of another process
+DROPPED = "dropped"  # messages from outside; the last such event says how many
 LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
 MOST_BESIDE = 3  # runs that have a column each in a terminal, and their names in a page's title
 MOST_EVENTS = 200  # on a page, the last ones
@@ -124,6 +125,7 @@ class History:
             "workers": next((line.get("workers") for line in reversed(self.events) if line["event"] in BEGINS), None),
             "deaths": sum(kinds[kind] for kind in DEATHS),
             "replacements": kinds["replaced"] + kinds["joined"],
+            "dropped messages": next((one.get("why") for one in reversed(self.events) if one["event"] == DROPPED), 0),
             "snapshots": kinds["snapshot"],
             "seconds": whole,
             "seconds in steps": inside,

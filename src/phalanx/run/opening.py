@@ -40,7 +40,7 @@ def opened(recipe: Definition, options: Options) -> Run:
     functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in given.evaluation]
     audit = Audit(given.audit, recipe.seed) if given.audit else None
     with contextlib.ExitStack() as undo:
-        world = entered(given.engine, given.deadline_seconds, given.lost_after, audit, undo)
+        world = entered(given, audit, undo)
         own = _of_this_process(given, world)
         past = ResumeState(recipe, own)
         undo.callback(past.close)

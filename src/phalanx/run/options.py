@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     deadline_seconds: float | str
     lost_after: float
     min_hosts: int
+    secret_file: Any
     warm_start: Any
     evaluation: Evaluation | Sequence[Evaluation] | Mapping[str, Evaluation] | None
     callbacks: Sequence[Any]
@@ -209,6 +210,10 @@ def _path(name: str, value: Any) -> pathlib.Path | None:
     return None if value is None else checks.path(name, value, hint="give a directory, or leave it out")
 
 
+def _file(name: str, value: Any) -> pathlib.Path | None:
+    return None if value is None else checks.path(name, value, hint="give a file, or leave it out")
+
+
 def _devices(_: str, devices: Any) -> tuple[str, ...]:
     """Their names; none for 'auto'. The CPU has one name."""
     if isinstance(devices, str):
@@ -253,6 +258,7 @@ CHECKS: Mapping[str, tuple[Any, Check]] = {
     "deadline_seconds": ("auto", _seconds),
     "lost_after": (10.0, checks.positive),
     "min_hosts": (1, functools.partial(checks.integer, least=1)),
+    "secret_file": (None, _file),
     "warm_start": (None, _source),
     "evaluation": (None, lambda _, value: listed_evaluations(value)),
     "callbacks": ((), lambda _, value: checked_callbacks(value)),

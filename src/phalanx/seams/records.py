@@ -266,7 +266,8 @@ class Incident(NamedTuple):
         When, on the clock of ``time.perf_counter``.
     kind : str
         "death", "replaced", or "rollback" for all of them. Over several hosts also "lost" and "joined", of a process,
-        and "again" where the same processes connected anew.
+        and "again" where the same processes connected anew, and "dropped" for messages from outside that did not fit:
+        ``why`` says how many there were since the run began.
     worker, step : int
         Which worker or process, in which step; for a rollback the step whose update broke off; -1 where nobody can
         tell who.

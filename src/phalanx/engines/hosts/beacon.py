@@ -2,18 +2,20 @@
 
 It is a process of its own, since user code may keep the interpreter's lock for as long as it likes. It looks whether
 its parent is stopped or gone: a stopped parent is silent, too. It uses the standard library alone, so that it starts in
-some milliseconds. Datagrams are JSON behind a MAC; what is lost is said again with the next beat.
+some milliseconds. ``messages`` says what a datagram may be; what is lost is said again with the next beat.
 
 Two members are connected while each hears the other. So a link that is cut in one direction is cut.
+
+Whoever is no member is answered once for each message, and in all at most as often in a beat as the world has
+processes. A newcomer counts once it has shown that it is where it says: it has to repeat what was sent there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import os
+import secrets
 import select
 import socket
 import sys
@@ -21,12 +23,17 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-MAC_BYTES = 32
-MOST_BYTES = 60_000  # of a datagram
+if __package__:
+    from phalanx.engines.hosts import messages
+else:  # the package's own __init__ would import torch
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import messages  # pyright: ignore[reportMissingImports]
+
+BUFFER = 1 << 20
 BEATS = 20  # within the time after which a silent member counts as lost
 FAREWELLS, FAREWELL_SECONDS = 4, 0.03  # how often the last word is said, and the time between
 JOIN_SECONDS = 0.2  # between two tries to join
-MALFORMED = LookupError, TypeError, ValueError, AttributeError  # what a datagram of somebody else's raises
+TOLD_SECONDS = 3600.0  # for which a lost member's last address is told of the run
 REFUSED = 2  # datagrams in a row that a host refuses: nobody listens there any more
 
 
@@ -37,6 +44,7 @@ class Peer:
         self.address, self.last, self.refused, self.gone = tuple(address), now, 0, False
         self.hears: list[int] | None = None
         self.id: int | None = None
+        self.proved, self.count = False, -1  # whether it asked to join; the last message that it numbered
         self.socket: socket.socket | None = None
 
     def send(self, data: bytes) -> None:
@@ -61,14 +69,17 @@ class Beacon:
     ----------
     pipe, air : socket
     facts : dict
-        me, key, port (where others reach ``air``), seconds (after which a silent member is lost).
+        me, id, key, size (of the world), port (where others reach ``air``), seconds (after which a silent member is
+        lost).
     """
 
     def __init__(self, pipe: socket.socket, air: socket.socket, facts: dict[str, Any]) -> None:
         self.pipe, self.air, self.me, self.seconds = pipe, air, facts["me"], facts["seconds"]
-        self.key, self.port = bytes.fromhex(facts["key"]), facts["port"]
-        self.every, self.id = self.seconds / BEATS, os.getpid()
-        self.parent = os.getppid()
+        self.port, self.id, self.size = facts["port"], facts.get("id", os.getpid()), facts.get("size", messages.MANY)
+        self.door = messages.Door(bytes.fromhex(facts["key"]), self.size)
+        self.every, self.parent = self.seconds / BEATS, os.getppid()
+        self.count = self.answers = 0  # the last message's number; those to strangers since a beat
+        self.salt = ""  # of what newcomers have to repeat in this incarnation
         self.peers: dict[int, Peer] = {}
         self.members: list[int] = []
         self.run: dict[str, Any] = {}  # what beats say of it: its number, that of the incarnation, and its members
@@ -95,6 +106,9 @@ class Beacon:
                 self.next = now + self.every
                 if state(self.parent) not in (b"T", b"t"):
                     self.beat()
+                self.answers = 0
+                if self.door.dropped and self.notify_parent({"dropped": self.door.dropped}):
+                    self.door.dropped.clear()
             self.notify_who_lives(now)
         for _ in range(FAREWELLS):
             self.send(self.members, {"bye": self.last_word})
@@ -102,12 +116,14 @@ class Beacon:
 
     def handle_order(self) -> bool:
         """Do what the parent wants; returns whether it is still there."""
-        data = self.pipe.recv(1 << 16)
+        data = self.pipe.recv(BUFFER)
         order: dict[str, Any] = json.loads(data) if data else {"bye": self.last_word}
         if "say" in order:
             self.send(order["to"], {"say": order["say"]})
         elif "bye" in order:
             self.last_word = order["bye"]
+        elif "ping" in order:
+            self.notify_parent(order)
         else:
             self.configure(order)
         return "bye" not in order
@@ -116,70 +132,105 @@ class Beacon:
         """Take part in an incarnation, or know where processes are."""
         now = time.monotonic()
         for rank, address in order["peers"].items():
-            known = self.peers.get(int(rank))
-            if known is None or known.address != tuple(address) or int(rank) not in (*self.members, self.me):
+            known, back = self.peers.get(int(rank)), int(rank) in order["members"] and int(rank) not in self.members
+            if known is None or known.address != tuple(address) or back:
                 self.peers[int(rank)] = new = Peer(address, now)
-                new.id = known.id if known else None
+                new.id = known.id if known and known.proved else None  # else its first beat says that
         self.members = [rank for rank in order["members"] if rank != self.me]
         self.run, self.reported, self.next, self.replaced = order["run"], None, now, set()
+        self.salt = secrets.token_hex(16)
 
     def beat(self) -> None:
         """Say that this member lives, and whom it hears; tell others that a run is under way, and where.
 
         Before a run, ask whether one is under way.
         """
-        alive = self.alive(time.monotonic(), heard=True)
-        self.send(self.members, {"beat": {**self.run, "hears": alive}})
-        strangers = [rank for rank in self.peers if rank not in self.members and rank != self.me]
+        now = time.monotonic()
+        self.send(self.members, {"beat": {**self.run, "hears": self.alive(now, heard=True), "places": None}})
+        others = [rank for rank in self.peers if rank not in self.members and rank != self.me]
+        recent = [rank for rank in others if now - self.peers[rank].last < TOLD_SECONDS]
+        self.send(recent, self.under_way(now) if self.run else {"look": True})
+
+    def under_way(self, now: float) -> dict[str, Any]:
+        """What a process that is no member gets to know of the run."""
         places = {rank: self.peers[rank].address for rank in self.members}
-        self.send(strangers, {"beat": {**self.run, "hears": alive, "places": places}} if self.run else {"look": True})
+        return {"beat": {**self.run, "hears": self.alive(now, heard=True), "places": places}}
 
     def send(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
         """Send something to some processes."""
-        run = self.run.get("run")
-        body = json.dumps({"run": run, **message, "from": self.me, "id": self.id, "port": self.port}).encode()
-        data = hmac.digest(self.key, body, hashlib.sha256) + body
-        for rank in ranks if len(data) <= MOST_BYTES else ():
+        data = self.sealed(message)
+        for rank in ranks if len(data) <= messages.MOST_BYTES else ():
             if rank in self.peers:
                 self.peers[rank].send(data)
+
+    def sealed(self, message: dict[str, Any]) -> bytes:
+        """A message of this process. Its number is higher than those before, also those of a beacon before this one."""
+        self.count = max(self.count + 1, int(time.monotonic() * 1e6))
+        about = {"run": self.run.get("run"), "from": self.me, "id": self.id, "port": self.port, "count": self.count}
+        return self.door.seal(about | message)
+
+    def answer(self, place: Sequence[Any], message: dict[str, Any]) -> None:
+        """Send one datagram to a process that is no member."""
+        if self.answers < self.size:
+            self.answers += 1
+            with contextlib.suppress(OSError):  # no way to there
+                self.air.sendto(self.sealed(message), (place[0], place[1]))
 
     def listen(self, now: float) -> None:
         """Read what has come."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                data, address = self.air.recvfrom(1 << 16)
-                mac, body = data[:MAC_BYTES], data[MAC_BYTES:]
-                if hmac.compare_digest(mac, hmac.digest(self.key, body, hashlib.sha256)):
-                    with contextlib.suppress(*MALFORMED):
-                        self.receive(json.loads(body), address, now)
+                data, address = self.air.recvfrom(BUFFER)
+                if message := self.door.open(data):
+                    self.receive(message, address, now)
 
     def receive(self, message: dict[str, Any], address: Sequence[Any], now: float) -> None:
         """Note who lives, and pass on what the parent has to know."""
-        sender, place = message["from"], [address[0], message["port"]]
-        peer, beat = self.peers.get(sender), message.get("beat")
+        sender, place, beat = message["from"], [address[0], message["port"]], message.get("beat")
+        peer = self.peers.get(sender)
+        same = peer if peer is not None and peer.id in (None, message["id"]) else None  # else another process was there
+        if sender == self.me or (same and same.id is not None and message["count"] <= same.count):
+            return  # somebody says again what was said
+        if same and same.id is not None:
+            same.count = message["count"]
         if "look" in message:
-            known = peer is not None and peer.address == tuple(place)
-            if self.run and sender not in self.members and not known:  # it has come back on another host
-                self.peers[sender] = Peer(place, now)
+            if self.run and sender not in self.members:
+                self.answer(place, self.under_way(now))
+        elif "say" in message and message["say"]["kind"] == "join":
+            if self.admits(message, place, now):
+                self.notify_parent({**message, "place": place})
         elif beat is None:
-            joins = "say" in message and message["say"]["kind"] == "join"
-            other = peer is not None and peer.id not in (None, message["id"])  # a process of this rank before
-            if not joins and ((self.run and message["run"] != self.run["run"]) or ("bye" in message and other)):
+            if (self.run and message["run"] != self.run["run"]) or ("bye" in message and peer and not same):
                 return  # of a run before, or of a process that has been replaced
             if "bye" in message and peer is not None:
                 peer.gone = peer.gone or message["run"] == self.run.get("run")  # else maybe of the run before this one
-            elif "say" in message and message["say"]["kind"] == "join" and (peer is None or message["id"] != peer.id):
-                self.peers[sender] = peer = Peer(place, now)
-                peer.id = message["id"]
-                self.replaced |= {sender} & set(self.members)
             self.notify_parent({**message, "place": place})
         elif not self.run:
             self.notify_parent({"under way": beat, "from": sender, "place": place})
         elif beat["run"] == self.run["run"]:
             if beat["number"] > self.run["number"] and self.me not in beat["members"]:
                 self.notify_parent({"expelled": beat["number"]})
-            if peer is not None and sender in self.members:
-                peer.last, peer.hears, peer.refused, peer.id = now, beat["hears"], 0, message["id"]
+            if same and sender in self.members:
+                same.last, same.hears, same.refused = now, beat["hears"], 0
+                same.id, same.count = message["id"], message["count"]
+
+    def admits(self, message: dict[str, Any], place: Sequence[Any], now: float) -> bool:
+        """Whether a process that wants to join is where it says, and nobody is heard whose rank it has."""
+        proof = self.door.mac(f"{self.salt} {place} {message['id']}".encode()).hex()
+        if not self.run or message["say"]["proof"] != proof:
+            if self.run:
+                self.answer(place, {"say": {"kind": "prove", "proof": proof}})
+            return False
+        sender, peer = message["from"], self.peers.get(message["from"])
+        if peer is None or peer.id not in (None, message["id"]) or peer.address != tuple(place):
+            # A process that was killed with its beacon is silent, or its port refuses. One that is heard was not
+            # replaced, whoever says so.
+            if peer and sender in self.members and not self.ended(sender) and now - peer.last < self.seconds / 2:
+                return False
+            self.replaced |= {sender} & set(self.members)
+            self.peers[sender] = peer = Peer(place, now)
+        peer.id, peer.count, peer.proved = message["id"], message["count"], True
+        return True
 
     def alive(self, now: float, *, heard: bool = False) -> list[int]:
         """The members that live: each is heard, and hears this one. ``heard``: those that are heard."""
@@ -227,4 +278,4 @@ if __name__ == "__main__":
     PIPE, AIR = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     AIR.setblocking(False)
     with contextlib.suppress(KeyboardInterrupt, ConnectionError):
-        Beacon(PIPE, AIR, json.loads(PIPE.recv(1 << 16))).serve()
+        Beacon(PIPE, AIR, json.loads(PIPE.recv(BUFFER))).serve()

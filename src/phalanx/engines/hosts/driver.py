@@ -48,6 +48,7 @@ from phalanx.seams.records import (
     Training,
     Weights,
 )
+from phalanx.surroundings import interrupts
 
 T = TypeVar("T")
 COMPARED_BYTES = 256 << 20
@@ -90,6 +91,7 @@ class Distributed(Changing[Processes]):
         self._last = self._gone = False
         self._owner = os.getpid()
         self._stuck = 0  # incarnations without a step
+        self._dropped = 0  # messages, as far as they were noted
         self._recent = deque[StepReport](maxlen=KEPT)
         super().__init__(records, lambda: self._entered(chosen)[1])
         self.workers = workers * world.size
@@ -114,6 +116,7 @@ class Distributed(Changing[Processes]):
         self._recent.append(report)
         self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
         self._stuck = 0
+        self._note_dropped()
         return report
 
     def _advanced(self, step: int, batch: Any, horizon: int) -> StepReport:
@@ -296,6 +299,15 @@ class Distributed(Changing[Processes]):
             if self.progress.leads:
                 checks.warn(f"step {chosen['step']}: {text}")
 
+    def _note_dropped(self) -> None:
+        """Note messages from outside that did not fit: the first, whenever there are twice as many, and at the end."""
+        dropped = self._world.members.door.dropped
+        new = dropped.total() - self._dropped
+        if new > self._dropped or (new and self._finished):
+            self._dropped += new
+            facts = ", ".join(f"{count} {why}" for why, count in sorted(dropped.items()))
+            self.progress.incidents.append(Incident(time.perf_counter(), "dropped", -1, self._steps - 1, facts))
+
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""
         odd = self._world.odd_one(hashed(batch.hash if isinstance(batch, Drawn) else batch))
@@ -344,6 +356,7 @@ def _join(world: World, definition: Definition) -> dict[str, Any]:
     WARM.prepare(definition)
     end = time.monotonic() + world.seconds
     while not WARM.awake and time.monotonic() < end:
+        interrupts.check()
         time.sleep(WAKING_SECONDS)
     chosen = world.join()
     if chosen is None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import hashlib
+import hmac
 import os
 import re
+import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +60,8 @@ class Rendezvous:
         The network interface to use; "" leaves the choice to torch.
     hosts : int
         On how many the processes are, where each has equally many, one after another; else 1.
+    key : bytes
+        Of the job; b"" where nobody has to show that it has it.
     """
 
     address: tuple[str, int]
@@ -66,6 +71,7 @@ class Rendezvous:
     seconds: float
     interface: str
     hosts: int = 1
+    key: bytes = field(default=b"", repr=False)
 
     def store(self, name: str) -> PrefixStore:
         """The part of the world's store that those have who meet under this name."""
@@ -75,7 +81,7 @@ class Rendezvous:
 
     def meet(self, name: str, rank: int, size: int, check: Callable[[], object] = bool) -> Gloo:
         """Connections between those who meet under this name."""
-        return Gloo(self.store(name), rank, size, self.seconds, self.interface, check)
+        return Gloo(self.store(name), rank, size, self.seconds, self.interface, check, key=self.key)
 
 
 class Gloo:
@@ -92,11 +98,14 @@ class Gloo:
         The network interface to use, unless the environment names one; "" leaves the choice to torch.
     check : callable, optional
         Called while ``gather`` waits; raises to end that.
+    key : bytes
+        All others have to show that they have it, too. b"": nobody has to.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, seconds: float, interface: str, check: Callable[[], object] = bool
-    ) -> None:
+        self, store: Any, rank: int, size: int, seconds: float, interface: str, check: Callable[[], object] = bool,
+        key: bytes = b"",
+    ) -> None:  # fmt: skip
         self._check = check
         named = os.environ.get(INTERFACE, interface).partition(",")[0]
         options = GROUP._Options()
@@ -104,6 +113,21 @@ class Gloo:
         options._devices = [GROUP.create_device(interface=named) if named else GROUP.create_default_device()]
         self.group: Any = None
         self.group = self._call(GROUP, store, rank, size, options)
+        if key and size > 1:
+            self._prove(key, rank, size)
+
+    def _prove(self, key: bytes, rank: int, size: int) -> None:
+        """See that all have the key: each draws a number, and signs all of them. Gloo lets in whoever connects."""
+        drawn = self._bytes_of_all(secrets.randbits(62).to_bytes(8, "big"), size)
+        wanted = [hmac.digest(key, b"%d of %d\n" % (at, size) + drawn, hashlib.sha256) for at in range(size)]
+        if not hmac.compare_digest(self._bytes_of_all(wanted[rank], size), b"".join(wanted)):
+            self.close()
+            raise SeveredError("a process that does not have the key of this job has connected in place of a member")
+
+    def _bytes_of_all(self, mine: bytes, size: int) -> bytes:
+        gathered = torch.empty(size * len(mine), dtype=torch.uint8)
+        self.gather(gathered, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        return gathered.numpy().tobytes()
 
     def gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
         """Fill ``gathered`` with the bytes of all processes, equally many of each, in the order of ranks."""

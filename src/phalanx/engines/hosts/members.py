@@ -1,15 +1,18 @@
 """The members of a run over several hosts, as one of them sees them: who lives, who wants what, and what all agree on.
 
 ``plan.membership`` decides; the process beside this one (``beacon``) hears and says. Here is what is between: messages,
-time, and news that end an incarnation.
+time, and news that end an incarnation. What a member gets by that process was read at the door (``messages``).
+
+A member does not fall with its helper: one that is dead, or does not answer, is killed and started again, on the same
+socket for datagrams, which this process keeps. Nothing waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import pathlib
+import secrets
 import select
 import socket
 import subprocess
@@ -19,13 +22,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from phalanx.checkpoint.directory import MARK, first, is_marked
-from phalanx.engines.hosts import beacon
+from phalanx.engines.hosts import beacon, messages
 from phalanx.errors import LeftError, PeersLostError, safe_str
 from phalanx.plan.membership import Addressed, Agreement, Message, quorum
 from phalanx.surroundings import interrupts, presence
 
 TICK_SECONDS = 0.05
-BUFFER = 1 << 20
+PINGS = 8  # within lost_after: looks whether the process beside this one answers
+MOST_STARTS = 10  # of that process, without an answer
 FAILED, CLOSED, DONE, LEAVES = "failed", "closed", "done", "leaves"  # ways to leave; what the others do then
 Place = list[Any]  # address and port of a process beside a member
 
@@ -58,8 +62,8 @@ class Members:
         Of this host, towards the others.
     port : int
         Where to listen, if it is free: a process that starts again finds the run by it.
-    world : str
-        What tells this job from others on the same ports.
+    door : Door
+        With the key of the job, and the size of its world. Counts what was dropped here and by the process beside.
     lost_after : float
         Seconds after which a silent member is lost.
 
@@ -90,8 +94,8 @@ class Members:
         Of the run, where all members see it: of two halves, the first that claims to go on there does.
     """
 
-    def __init__(self, me: int, address: str, port: int, world: str, lost_after: float) -> None:
-        self.me, self.seconds, self.run, self.number = me, lost_after, 0, 0
+    def __init__(self, me: int, address: str, port: int, door: messages.Door, lost_after: float) -> None:
+        self.me, self.seconds, self.run, self.number, self.door = me, lost_after, 0, 0, door
         self.ranks: list[int] = []
         self.places: dict[int, Place] = {}
         self.alive: list[int] = []
@@ -108,18 +112,39 @@ class Members:
         self._waiting: list[tuple[int, Message]] = []
         self._past: dict[int, Any] = {}
         self._expelled = False
-        air = _listening(address, port)
-        self.place: Place = [address, air.getsockname()[1]]
-        self._pipe, theirs = _pair()
+        self._proofs: dict[int, str] = {}  # what each member wants to hear of one that joins
+        self._air = _listening(address, port)
+        self.place: Place = [address, self._air.getsockname()[1]]
+        self._about = {
+            "me": me, "id": secrets.randbits(60), "key": door.key.hex(), "size": door.size, "port": self.place[1],
+            "seconds": lost_after,
+        }  # fmt: skip
+        self._order: dict[str, Any] | None = None  # the last one that says who takes part
+        self._starts, self._asked, self._pinged = 0, False, time.monotonic()
+        self._start()
         presence.own(self)
-        fds = theirs.fileno(), air.fileno()
-        with theirs, air:
+
+    def _start(self) -> None:
+        """Start the process beside this one, and tell it what the one before knew."""
+        self._pipe, theirs = _pair()
+        fds = theirs.fileno(), self._air.fileno()
+        with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", beacon.__file__, *map(str, fds)], pass_fds=fds, stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in a terminal is for the caller, which then says why it leaves
             )  # fmt: skip
-        key = hashlib.sha256(f"phalanx {world}".encode()).hexdigest()
-        self._tell({"me": me, "key": key, "port": self.place[1], "seconds": lost_after})
+        with contextlib.suppress(OSError):  # then it has ended again, which the next look sees
+            for order in filter(None, (self._about, self._order)):
+                self._pipe.send(json.dumps(order).encode(), socket.MSG_DONTWAIT)
+
+    def _start_again(self, why: object) -> None:
+        """Replace a process beside this one that is dead, stopped or deaf."""
+        self._starts += 1
+        if self._starts > MOST_STARTS:
+            raise PeersLostError(f"the process that speaks for this one to the others ends again and again: {why}")
+        self._end_process()
+        self._asked, self._pinged = False, time.monotonic()
+        self._start()
 
     def begin(self, run: int, number: int, places: dict[int, Place]) -> None:
         """An incarnation begins. Processes that were members before are told of it now and then: they may come back."""
@@ -130,11 +155,11 @@ class Members:
         self.alive = [rank for rank in self.ranks if rank != self.me]
         self.joining, self._lost, self._ended, self._waiting, self._half = {}, {}, set(), [], None
         facts = {"run": run, "number": number, "members": self.ranks}
-        self._tell({"peers": self.places, "members": self.ranks, "run": facts})
+        self._tell_members({"peers": self.places, "members": self.ranks, "run": facts})
 
     def look_for(self, places: dict[int, Place]) -> None:
         """Before a run: know where members of one that is under way may be."""
-        self._tell({"peers": places, "members": [], "run": {}})
+        self._tell_members({"peers": places, "members": [], "run": {}})
 
     def say(self, to: Sequence[int], message: Message) -> None:
         """Send a message to the processes beside others; it may be lost."""
@@ -248,8 +273,10 @@ class Members:
     def part(self, farewell: Farewell) -> None:
         """Say how this member leaves, and end the process beside it."""
         with contextlib.suppress(PeersLostError, subprocess.TimeoutExpired):
-            self._tell({"bye": farewell._asdict()})
-            self._process.wait(beacon.FAREWELLS * beacon.FAREWELL_SECONDS + self.seconds)
+            for _ in range(2):  # it may have been killed before it read that
+                self._tell({"bye": farewell._asdict()})
+                if not self._process.wait(beacon.FAREWELLS * beacon.FAREWELL_SECONDS + self.seconds):
+                    break
         self.close()
 
     def finish(self) -> bool:
@@ -259,6 +286,10 @@ class Members:
 
     def close(self) -> None:
         """End the process beside this one."""
+        self._end_process()
+        self._air.close()
+
+    def _end_process(self) -> None:
         self._pipe.close()
         self._process.kill()
         self._process.wait()
@@ -276,7 +307,9 @@ class Members:
         while time.monotonic() < end and not self.refused:
             interrupts.check()
             sees = self.folder is not None and is_marked(self.folder, self.run)
-            self.say([*self.places], {"kind": "join", "facts": self.facts, "host": host, "sees": sees})
+            for rank in self.places:
+                proof = self._proofs.get(rank, "")
+                self.say([rank], {"kind": "join", "facts": self.facts, "host": host, "sees": sees, "proof": proof})
             self._hear(beacon.JOIN_SECONDS)
             if self.under_way["number"] != beat["number"] or self.under_way["from"] not in self.ranks:
                 return self.join(host)
@@ -289,14 +322,36 @@ class Members:
 
     def leave(self) -> None:  # in a forked child
         self._pipe.close()
+        self._air.close()
         self._process.returncode = 0  # not a child of this process, so nobody may wait for it
 
+    def _tell_members(self, order: dict[str, Any]) -> None:
+        """Tell the process beside this one who takes part; one that replaces it has to know that, too."""
+        self._order = order
+        self._tell(order)
+
     def _tell(self, order: dict[str, Any]) -> None:
-        """Tell the process beside this one something."""
-        try:
-            self._pipe.send(json.dumps(order).encode())
-        except OSError as error:
-            raise PeersLostError(f"the process that speaks for this one to the others has ended: {error}") from None
+        """Tell the process beside this one something, without waiting for it."""
+        for _ in range(2):
+            try:
+                self._pipe.send(json.dumps(order).encode(), socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError as error:
+                if "say" in order or "ping" in order:  # datagrams may be lost, and who is deaf does not answer
+                    return
+                why = error
+            except OSError as error:
+                why = error
+            self._start_again(why)
+
+    def _tend(self) -> None:
+        """Ask the process beside this one now and then whether it is there; replace it if it does not answer."""
+        since = time.monotonic() - self._pinged
+        if self._asked and since > self.seconds / 2:
+            self._start_again("it does not answer")
+        elif not self._asked and since > self.seconds / PINGS:
+            self._asked, self._pinged = True, time.monotonic()
+            self._tell({"ping": True})
 
     def _send(self, said: Sequence[Addressed]) -> None:
         for to, message in said:
@@ -307,11 +362,15 @@ class Members:
         poller = select.poll()
         poller.register(self._pipe, select.POLLIN)
         while poller.poll(1000 * seconds):
-            data = self._pipe.recv(BUFFER)
+            data = b""
+            with contextlib.suppress(ConnectionError):
+                data = self._pipe.recv(beacon.BUFFER)
             if not data:
-                raise PeersLostError("the process that tells the others that this one lives has ended")
+                self._start_again("it has ended")
+                break
             self._take(json.loads(data))
             seconds = 0
+        self._tend()
 
     def _take(self, thing: dict[str, Any]) -> None:
         sender = thing.get("from", -1)
@@ -319,10 +378,14 @@ class Members:
             self.alive, lost = thing["alive"], {int(rank): why for rank, why in thing["lost"].items()}
             self._ended = set(thing["ended"])
             self._lost = {rank: why for rank, why in lost.items() if rank not in self.done | self.left.keys()}
+        elif "ping" in thing:
+            self._asked, self._starts = False, 0
+        elif "dropped" in thing:
+            self.door.dropped.update(thing["dropped"])
         elif "expelled" in thing:
             self._expelled = thing["expelled"] > self.number + 1 or self._past.get(thing["expelled"]) is None
         elif "under way" in thing:
-            if "places" in thing["under way"]:  # else this process is a member already, and will be told of that
+            if thing["under way"]["places"] is not None:  # else this process is a member already, and will hear of that
                 self.under_way = {**thing["under way"], "from": sender, "place": thing["place"]}
         elif "bye" in thing:
             self.left[sender], self._left_run[sender] = Farewell(**thing["bye"]), thing["run"]
@@ -333,6 +396,8 @@ class Members:
         kind, number = message["kind"], message.get("number", 0)
         if kind == "join":
             self._answer(sender, message, place)
+        elif kind == "prove":
+            self._proofs[sender] = message["proof"]
         elif kind in ("done", "refused"):
             self.done |= {sender} if kind == "done" else set()
             self.refused = self.refused or kind == "refused"

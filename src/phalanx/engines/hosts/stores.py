@@ -1,10 +1,16 @@
-"""The store of a torch.distributed world: where its processes find each other when a run begins."""
+"""The store of a torch.distributed world: where its processes find each other when a run begins.
+
+Whoever reaches the store can write into it. So what processes put there has a MAC and is read at the door
+(``messages``); what does not fit is as if it were not there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
+import pathlib
 import secrets
 import socket
 import time
@@ -15,12 +21,88 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx.definition.checks import warn
 from phalanx.engines.hosts.gloo import TCP
+from phalanx.engines.hosts.messages import FOREIGN, Door
 from phalanx.errors import PeersLostError, PhalanxError, UsageError
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
 STORES: dict[tuple[int, int, str, int], Any] = {}
+SECRET, JOB = "PHALANX_SECRET", "PHALANX_JOB"
+LEAST_BYTES = 16  # of a secret
+
+
+@dataclasses.dataclass
+class Values:
+    """What the processes of a world tell each other in its store when a run begins.
+
+    Attributes
+    ----------
+    store : torch.distributed.Store
+    door : Door
+    ask : callable
+        ``ask(do)`` does something that waits for the store, and returns what it returned.
+    path : str
+        What comes before each key, so that a value of another run does not fit.
+    """
+
+    store: Any
+    door: Door
+    ask: Callable[[Callable[[], Any]], Any]
+    path: str = ""
+
+    def within(self, name: str) -> Values:
+        """Those below a name."""
+        return Values(c10d.PrefixStore(name, self.store), self.door, self.ask, f"{self.path}{name}/")
+
+    def put(self, key: str, value: Any) -> None:
+        """Tell the others something."""
+        data = self.door.seal(value, self.path + key)
+        self.ask(lambda: self.store.set(key, data))
+
+    def take(self, key: str) -> Any:
+        """What somebody told; None if nobody did, or what is there does not fit."""
+        data = self.ask(lambda: self.store.get(key) if self.store.check([key]) else b"")
+        return self.door.open_value(key.partition("/")[0], self.path + key, data) if data else None
+
+
+def secret_of(file: pathlib.Path | None) -> bytes:
+    """The secret of this job, out of a file or of the environment; b"" if it has none.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, or the secret is short.
+    """
+    if file is None and SECRET not in os.environ:
+        return b""
+    name, secret = SECRET, os.fsencode(os.environ.get(SECRET, ""))
+    if file is not None:
+        name = f"the secret of secret_file={str(file)!r}"
+        try:
+            secret, mode = file.read_bytes().strip(), file.stat().st_mode
+        except OSError as error:
+            raise UsageError(f"secret_file is {str(file)!r}, but it cannot be read: {error.strerror}") from None
+        if mode & 0o077:
+            warn(f"secret_file is {str(file)!r}, which others on this machine may read; chmod 600 it")
+    if len(secret) < LEAST_BYTES:
+        raise UsageError(f"{name} has {len(secret)} bytes; give at least {LEAST_BYTES}, as openssl rand -hex 32 prints")
+    return secret
+
+
+def job_of(size: int, address: str, port: int) -> str:
+    """What tells this job from others on the same hosts and ports."""
+    name = os.environ.get(JOB) or address
+    return f"{port} {size} {os.environ.get('TORCHELASTIC_RUN_ID', 'none')} {name}"  # torchrun's default
+
+
+def hint(door: Door) -> str:
+    """What may be wrong where others did not come."""
+    if not door.dropped[FOREIGN]:
+        return ""
+    names = f"MASTER_ADDR, MASTER_PORT, WORLD_SIZE, {JOB} and the secret"
+    return f". Something came that has another key: {names} must be the same in all processes, to the letter"
 
 
 def surroundings() -> tuple[int, int, str, int]:
@@ -93,7 +175,7 @@ def reached(address: str) -> Iterator[None]:
         ) from None
 
 
-def run_of(store: Any, rank: int, size: int, seconds: float, look: Callable[[], object] = bool) -> int:
+def run_of(values: Values, rank: int, size: int, seconds: float, look: Callable[[], object] = bool) -> int:
     """The number of the run that all processes begin now; rank 0 draws it, and answers every process that asks.
 
     What earlier processes left in the store does not matter, because no process answers there any more. (torchrun may
@@ -107,40 +189,40 @@ def run_of(store: Any, rank: int, size: int, seconds: float, look: Callable[[], 
     end = time.monotonic() + seconds
     if rank == 0:
         run = secrets.randbits(62)
-        store.set("run", str(run))
-        own = c10d.PrefixStore(str(run), store)
+        values.put("run", run)
+        own = values.within(str(run))
         for other in range(1, size):
-            own.set(f"welcome/{other}", _awaited(own, f"hello/{other}", end, other, look).decode())
+            own.put(f"welcome/{other}", _awaited(own, f"hello/{other}", end, other, look))
         return run
-    word = secrets.token_hex(8)
+    drawn = secrets.token_hex(8)
     while True:
-        run = int(_awaited(store, "run", end, 0, look))
-        own = c10d.PrefixStore(str(run), store)
-        own.set(f"hello/{rank}", word)
+        run = _awaited(values, "run", end, 0, look)
+        own = values.within(str(run))
+        own.put(f"hello/{rank}", drawn)
         answer = min(end, time.monotonic() + ANSWER_SECONDS)
         while time.monotonic() < answer:
-            if own.check([f"welcome/{rank}"]) and own.get(f"welcome/{rank}").decode() == word:
+            if own.take(f"welcome/{rank}") == drawn:
                 return run
             look()
             time.sleep(POLL_SECONDS)
         if answer == end:
-            raise _absent(0)
+            raise _absent(0, values)
 
 
-def _awaited(store: Any, key: str, end: float, rank: int, look: Callable[[], object]) -> bytes:
+def _awaited(values: Values, key: str, end: float, rank: int, look: Callable[[], object]) -> Any:
     """The value of ``key``, once process ``rank`` has set it."""
-    while not store.check([key]):
+    while (value := values.take(key)) is None:
         if time.monotonic() > end:
-            raise _absent(rank)
+            raise _absent(rank, values)
         look()
         time.sleep(POLL_SECONDS)
-    return store.get(key)
+    return value
 
 
-def _absent(rank: int) -> PhalanxError:
+def _absent(rank: int, values: Values) -> PhalanxError:
     return PeersLostError(
         f"process {rank} did not come to this run in time; start all processes of the world, and let them train the "
-        "same recipe"
+        f"same recipe{hint(values.door)}"
     )
 
 

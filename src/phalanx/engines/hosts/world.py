@@ -29,10 +29,25 @@ from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, Rendezvous, answer, ends, in_thread, towards
 from phalanx.engines.hosts.members import CLOSED, LEAVES, Farewell, Members
-from phalanx.engines.hosts.stores import POLL_SECONDS, address_of, opened, reached, run_of, served, surroundings
+from phalanx.engines.hosts.messages import Door, key_of
+from phalanx.engines.hosts.stores import (
+    POLL_SECONDS,
+    SECRET,
+    Values,
+    address_of,
+    hint,
+    job_of,
+    opened,
+    reached,
+    run_of,
+    secret_of,
+    served,
+    surroundings,
+)  # fmt: skip
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
 from phalanx.plan.membership import mutual
 from phalanx.surroundings import interrupts
+from phalanx.surroundings.presence import printable, say
 
 SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwhile
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
@@ -41,6 +56,14 @@ PIECE = 64 << 20  # bytes of a state that travel at once
 LONGEST = 1000  # characters of an error that are told to others
 ERRORS = {LEAVES: PeersLostError, CLOSED: LeftError}  # what the others of a run get, by how a process leaves it
 ENDED = ". So it has ended here, too"
+OPEN = (
+    "whoever reaches the ports of this run on {} can read its weights, join it and end it, as it has no secret; give "
+    f"all processes the same {SECRET}, or use a private network (docs/hosts.md)"
+)
+LOOPBACK_NAME = (
+    "MASTER_ADDR is {}, which is {} on the host of process 0, so processes on other machines do not reach it; give the "
+    "address that they know, or take the name out of the line in /etc/hosts"
+)
 RUNS = [0]  # begun in this process; the same number in all processes
 
 
@@ -57,6 +80,8 @@ class World:
         How long to wait for others.
     lost_after : float
         Seconds after which a silent process is lost.
+    secret_file : path or None
+        Has the secret of the job, in place of the environment.
 
     Attributes
     ----------
@@ -69,13 +94,16 @@ class World:
         The member that reports and saves.
     """
 
-    def __init__(self, seconds: float | None, lost_after: float) -> None:
+    def __init__(self, seconds: float | None, lost_after: float, secret_file: pathlib.Path | None = None) -> None:
         self.seconds = SECONDS if seconds is None else seconds
         RUNS[0] += 1
         self.rank, self.size, address, port = surroundings()
-        world = f"{port} {self.size} {os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"  # torchrun's default
         own, there = ends(address)
-        self.members = Members(self.rank, own, port + self.rank, world, lost_after)
+        secret = secret_of(secret_file)
+        if self.rank == 0 and RUNS[0] == 1:
+            _look_at_address(address, own, self.size, open_=not secret)
+        self._door = Door(key_of(secret, job_of(self.size, address, port)), self.size)
+        self.members = Members(self.rank, own, port + self.rank, self._door, lost_after)
         self.members.look_for({rank: [there, port + rank] for rank in range(1 if self.rank else self.size)})
         self.joins, self.keeper = False, 0
         self._gloo: Gloo | None = None
@@ -86,9 +114,11 @@ class World:
             base = in_thread(functools.partial(opened, self.rank, self.size, address, port, self.seconds), self._look)
             self._tcp = address_of(base)
             store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
+            values = Values(store, self._door, lambda do: in_thread(do, self._look), f"{RUNS[0]}/")
             with reached(self._tcp[0]):
-                self.run = run_of(store, self.rank, self.size, self.seconds, self._look)
-            self._store = c10d.PrefixStore(str(self.run), store)
+                self.run = run_of(values, self.rank, self.size, self.seconds, self._look)
+            self._store, self._values = c10d.PrefixStore(str(self.run), store), values.within(str(self.run))
+            self._values.ask = lambda do: in_thread(do, self.check)
         except UnderWayError:
             self.joins = True
         except BaseException:
@@ -113,8 +143,8 @@ class World:
         if self.joins:
             return max(1, len(cores))
         with reached(self._tcp[0]):
-            self._store.set(f"facts/{self.rank}", json.dumps(mine))
-        everybody = [json.loads(self._get(f"facts/{rank}", rank)) for rank in range(self.size)]
+            self._values.put(f"about/{self.rank}", mine)
+        everybody = [self._get(f"about/{rank}", rank) for rank in range(self.size)]
         self._hosts = {rank: item["host"] for rank, item in enumerate(everybody)}
         for rank, theirs in enumerate(everybody):
             for name in facts:
@@ -137,8 +167,8 @@ class World:
             self.members.folder = run_dir
             return False
         with reached(self._tcp[0]):
-            self._store.set(f"newest/{self.rank}", str(-1 if run_dir is None else newest_step(run_dir)))
-        steps = [int(self._get(f"newest/{rank}", rank)) for rank in range(self.size)]
+            self._values.put(f"newest/{self.rank}", -1 if run_dir is None else newest_step(run_dir))
+        steps = [self._get(f"newest/{rank}", rank) for rank in range(self.size)]
         self.keeper = steps.index(max(steps))
         return self.rank == self.keeper
 
@@ -230,7 +260,7 @@ class World:
         if self._gloo is not None:
             self._gloo.close()
         facts = c10d.PrefixStore("callers", self._store), self.rank, self.size, seconds, self._interface, self.check
-        self._gloo = in_thread(functools.partial(Gloo, *facts), self.check)
+        self._gloo = in_thread(functools.partial(Gloo, *facts, key=self._door.key), self.check)
 
     def check(self) -> None:
         """Raise a SeveredError if this incarnation has to end."""
@@ -270,23 +300,28 @@ class World:
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
         """Where this process's workers find those of others."""
         hosts = in_rows([self._hosts[rank] for rank in self.members.ranks])
-        return Rendezvous(self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface, hosts)
+        facts = self._tcp, self.run, self.rank, tuple(blocks), self.seconds, self._interface, hosts
+        return Rendezvous(*facts, key=self._door.key)
 
     def send(self, content: bytes, ranks: Iterable[int]) -> None:
         """Send bytes to members."""
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         positions = [self.members.ranks.index(rank) for rank in ranks]
         for piece in (torch.tensor([len(content)]), *data.split(PIECE)):
-            self._met.wait([self._met.begin_send(piece, position) for position in positions])
+            self._wait([self._met.begin_send(piece, position) for position in positions])
 
     def receive(self, rank: int) -> bytes:
         """Bytes that a member sends."""
         position, size = self.members.ranks.index(rank), torch.empty(1, dtype=torch.int64)
-        self._met.wait([self._met.begin_receive(size, position)])
+        self._wait([self._met.begin_receive(size, position)])
         data = torch.empty(int(size), dtype=torch.uint8)
         for piece in data.split(PIECE):
-            self._met.wait([self._met.begin_receive(piece, position)])
+            self._wait([self._met.begin_receive(piece, position)])
         return data.numpy().tobytes()
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        """Wait in a thread of its own, as whoever is stopped never answers; Ctrl-C and news end that."""
+        in_thread(functools.partial(self._met.wait, works), self.check)
 
     def odd_one(self, content: bytes) -> int | None:
         """The first process whose bytes differ from rank 0's, at equal length; None if all have the same."""
@@ -300,7 +335,8 @@ class World:
         """Before the first step: let others know why this process leaves, before they miss it."""
         way, why = Farewell.after(error)
         if not self.joins:
-            ask = functools.partial(self._store.set, f"left/{self.rank}", f"{way} {why}"[:LONGEST])
+            self._values.ask = lambda do: do()
+            ask = functools.partial(self._values.put, f"left/{self.rank}", [way, why[:LONGEST]])
             thread = threading.Thread(target=answer, args=(Future(), ask), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
@@ -317,20 +353,20 @@ class World:
         assert self._gloo is not None  # agree() comes first
         return self._gloo
 
-    def _get(self, key: str, rank: int) -> bytes:
+    def _get(self, key: str, rank: int) -> Any:
         """What a process says at the start of a run; raises if it has said that it leaves."""
         end = time.monotonic() + self.seconds
         with reached(self._tcp[0]):
             while time.monotonic() < end:
-                if self._store.check([key]):
-                    return self._store.get(key)
-                if self._store.check([f"left/{rank}"]):
-                    way, _, why = self._store.get(f"left/{rank}").decode(errors="replace").partition(" ")
+                if (value := self._values.take(key)) is not None:
+                    return value
+                if (left := self._values.take(f"left/{rank}")) is not None:
+                    way, why = left
                     raise ERRORS.get(way, RunError)(f"{self.named(rank)} left before this run began: {why}")
                 time.sleep(POLL_SECONDS)
         raise PeersLostError(
             f"{self.named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
-            "world must train the same recipe"
+            f"world must train the same recipe{hint(self._door)}"
         )
 
     def named(self, rank: int) -> str:
@@ -346,6 +382,20 @@ def in_rows(hosts: Sequence[str]) -> int:
     return count if regular and len(hosts) > count else 1
 
 
+def _look_at_address(address: str, own: str, size: int, *, open_: bool) -> None:
+    """Say where others reach this process if they cannot, or if anybody can. A UsageError if some cannot who should."""
+    if not own.startswith("127.") and own != "::1":
+        if open_:
+            say(OPEN.format(own))
+        return
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", -1))
+    if here != size and address != "localhost" and not address.startswith(("127.", "::1")):
+        text = LOOPBACK_NAME.format(address, own)
+        if here > 0:
+            raise UsageError(text)
+        say(text)
+
+
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
     """How many processors a process has for itself, where others of the same host may run on them too."""
     mine = set(item["cores"])
@@ -356,7 +406,7 @@ def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> in
 def _differing(rank: int, own: int, name: str, theirs: Any, value: Any) -> str:
     if isinstance(value, dict) and isinstance(theirs, dict):
         field = next(key for key in {**value, **theirs} if value.get(key) != theirs.get(key))
-        name, value, theirs = f"{name}.{field}", value.get(field), theirs.get(field)
+        name, value, theirs = printable(f"{name}.{field}"), value.get(field), theirs.get(field)
     return (
         f"{name} is {value!r} in process {own}, but {theirs!r} in process {rank}; all processes must have the same "
         "recipe, options, library versions and numeric environment"
