@@ -88,9 +88,9 @@ class Simulation(Observer):
         self.signals = Own(self.schedule, interruptible)
         self.troubles = {}  # when something befell a host, or a link, last
         self.definition = SimpleNamespace(
-            replicas=REPLICAS, total=steps, updates=steps, epochs=None, phases=None, over_batch=bool, rounds=Rounds(), stream=False,
-            source=None, plan=SimpleNamespace(steps=steps), schedule_on=None, batch_size=8, epoch_ended=bool, seed=0,
-            **dict.fromkeys((*CODE, *OPTIONS)),
+            replicas=REPLICAS, total=steps, updates=steps, epochs=None, phases=None, rounds=Rounds(), stream=False,
+            over_batch=bool, source=None, plan=SimpleNamespace(steps=steps), schedule_on=None, batch_size=8, seed=0,
+            epoch_ended=bool, **dict.fromkeys((*CODE, *OPTIONS)),
         )  # fmt: skip
 
     def run(self):
