@@ -147,6 +147,7 @@ def join(
     said = exchange(compute(outputs, moment, replica, shares[replica]) if replica in ran else b"" for replica in hosted)
     if not work:  # only user code knows the types of containers, as of a model's output
         compute(framework.outputs(todo(definition, t, ran[:1], shares)), moment, ran[0], shares[ran[0]])
+        framework.rewind()
     try:
         with interrupts.user_code():
             key = loss_key(definition.seed, moment.step, moment.phase)
@@ -372,7 +373,7 @@ def blame(
         if what is None and not framework.arithmetic.finite(computed.gradient):
             what = "the gradient has values that are not finite"
         if what is not None:
-            of_all = definition.over_batch(moment.phase) and not math.isfinite(loss)
+            of_all = definition.over_batch(moment.phase)  # each replica's gradient comes from all rows
             samples = np.concatenate([each.samples for each in shares]) if of_all else share.samples
             where = "" if of_all else f"replica {replica}, "
             return NonFiniteError(

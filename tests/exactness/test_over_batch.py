@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx.callbacks import EMA
@@ -336,3 +337,58 @@ def test_queue_and_centre(replicas, options):
     assert torch.equal(model.queue, queue)
     assert torch.equal(model.centre, centre)
     assert model.queue.norm(dim=0).sub(1).abs().max() < 1e-5
+
+
+def nothing(parameter):
+    """A hook that takes the gradient away."""
+    parameter.grad.zero_()
+
+
+class Odd(nn.Module):
+    """A model whose backward pass draws random numbers, or writes buffers, as ``kind`` says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(4, 4), nn.Linear(4, 3)
+        self.norm, self.scale = nn.BatchNorm1d(4), nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("size", torch.zeros(()))
+        if kind == "accumulated":
+            self.scale.register_post_accumulate_grad_hook(nothing)
+
+    def forward(self, x):
+        if self.kind == "checkpointed":
+            return self.last(checkpoint(lambda x: self.norm(self.first(x)), x, use_reentrant=False))
+        hidden = self.first(x)
+        if self.kind == "noisy":
+            hidden.register_hook(lambda gradient: gradient + 0.1 * torch.randn_like(gradient))
+        if self.kind == "writing":
+            hidden.register_hook(lambda gradient: gradient + 0 * self.size.copy_(gradient.norm()))
+        return self.last(hidden)
+
+
+def scaled(model, output, target):
+    return (model.scale * output @ output.T).logsumexp(1).mean()
+
+
+@pytest.mark.parametrize("kind", ["checkpointed", "noisy", "writing", "accumulated"])
+def test_what_happens_in_a_backward_pass(kind):
+    """A kept graph goes back as one that is computed again: with its generators, and what hooks write is kept."""
+    recipe = phalanx.Recipe(
+        functools.partial(Odd, kind), (torch.linspace(-1, 1, 256).reshape(64, 4).sin(),), scaled, loss_takes="model",
+        forward_fn=lambda model, batch: model(batch[0]), target_fn=lambda batch: torch.zeros(len(batch[0])),
+        loss_over="batch", replicas=2, batch_size=8, steps=4,
+    )  # fmt: skip
+    kept, again = recipe.train(workers=2), recipe.train(engine="inline")
+    assert (kept.digest, kept.loss_history) == (again.digest, again.loss_history)
+    assert (kept.model.scale.item() == 2.0) == (kind == "accumulated")
+
+
+def test_a_list_that_may_be_read_in_two_ways():
+    """A list of items that could be one of columns is refused: what it is would depend on sizes."""
+    recipe = phalanx.Recipe(
+        lambda: nn.Linear(4, 3), (torch.ones(16, 4),), lambda output, target: output.mean(),
+        target_fn=lambda batch: [torch.ones(len(batch[0]), 4) for _ in batch[0]], loss_over="batch", replicas=2,
+        batch_size=4, steps=1, forward_fn=lambda model, batch: model(batch[0]),
+    )  # fmt: skip
+    with pytest.raises(phalanx.UsageError, match="may be an entry for each sample, or for each column"):
+        recipe.train(engine="inline")

@@ -88,6 +88,16 @@ def places(owned: Mapping[str, Any]) -> list[Any]:
     return list(map(_place, [*known, *NEAR, *owned.values()]))
 
 
+def remembered(owned: Mapping[str, Any]) -> list[Callable[[], Any]]:
+    """Functions that together put every global generator, and the owned ones, back into the state that it has now."""
+    return [
+        functools.partial(random.setstate, random.getstate()),
+        _restoring_numpy(),
+        *[each.kept() for module, listed in FRAMEWORKS.items() if module in sys.modules for each in listed()],
+        *map(restoring, owned.values()),
+    ]
+
+
 class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function
     """Restore every global generator, and the owned ones, on the way out. One thread at a time may be inside.
 
@@ -103,12 +113,7 @@ class kept(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a fu
     def __enter__(self) -> None:
         ALONE.__enter__()
         self._inside = True
-        self._restore = [
-            functools.partial(random.setstate, random.getstate()),
-            _restoring_numpy(),
-            *[each.kept() for module, listed in FRAMEWORKS.items() if module in sys.modules for each in listed()],
-            *map(restoring, self._owned.values()),
-        ]
+        self._restore = remembered(self._owned)
 
     def __exit__(self, *_: object) -> None:
         try:

@@ -25,6 +25,11 @@ OF_ROWS = (
     "{} is {}, and loss_over='batch' joins rows: it needs a tensor with one row for each sample ({} here), of the same "
     "shape and dtype on all replicas; {}"
 )
+TWO_WAYS = (
+    "{} is a list with as many entries as each share has samples, and each entry has a row for each of them: it may be "
+    "an entry for each sample, or for each column; return columns as a tuple or dict, as target_fn=lambda batch: "
+    "tuple(batch) does, or take another batch_size"
+)
 WAYS = {
     "output": "return such ones from forward_fn: several as a tuple, two views of a sample as two of them; what "
     "belongs to no sample, as a scale, stays in the model, where loss_takes='model' finds it; pad to one length",
@@ -170,11 +175,14 @@ def _stacked(trees: Sequence[Any], samples: Sequence[int], name: str, form: Any,
         if any(not isinstance(tree, (tuple, list)) for tree in trees):
             _refuse(trees, samples, name, ways)
         alike = len({len(tree) for tree in trees}) == 1
-        # A list of columns, as torch's collate makes it, may happen to have as many as there are samples.
         in_columns = alike and all(
             _has_rows(part, count) for tree, count in zip(trees, samples, strict=True) for part in tree
         )
-        if ways != WAYS["output"] and not in_columns and all(map(_is_each, trees, samples)):
+        if ways != WAYS["output"] and all(map(_is_each, trees, samples)):
+            # A list of columns, as torch's collate makes it, may have as many as all shares have samples. Sizes must not
+            # decide then: they differ from R to R, and from step to step. One list alone is the same either way.
+            if in_columns and len(trees) > 1:
+                raise UsageError(TWO_WAYS.format(name))
             return list(itertools.chain(*trees))
         if not alike:
             _refuse(trees, samples, name, ways)

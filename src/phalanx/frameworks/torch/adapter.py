@@ -75,7 +75,7 @@ class Torch:
         model.to("cpu")
         feed = Feed(definition, model, self._shapes)
         buffers, no_mean = Buffers(model, definition.buffers), NoMean(definition.replicas)
-        return Lane(definition, model, feed.batch, buffers, no_mean, seed=feed.seed)
+        return Lane(definition, model, feed.batch, buffers, no_mean, host=feed)
 
     def _build(self, definition: Definition, model: torch.nn.Module, *, movable: bool = True) -> None:
         self._lane, self._rounds = self._lane_on(definition, model), definition.rounds

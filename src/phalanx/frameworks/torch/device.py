@@ -75,7 +75,7 @@ class TorchDevice(Torch):
             Buffers(model, definition.buffers),
             NoMean(definition.replicas),
             later=True,
-            seed=host.seed,
+            host=host,
         )
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:

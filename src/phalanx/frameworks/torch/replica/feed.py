@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,10 @@ class Feed:
         generators.seed(key, self._owned)
         if self._models:
             generators.reseed(self._models, key)
+
+    def remembered(self) -> list[Callable[[], Any]]:
+        """Functions that put every generator that user code may draw from back into the state that it has now."""
+        return generators.remembered({**(self._owned or {}), **self._models})
 
 
 class DeviceFeed:

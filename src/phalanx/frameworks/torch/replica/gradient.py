@@ -40,11 +40,8 @@ class Collector:
         loss: torch.Tensor | Seeds,
         onto: Gradient | None = None,
         chosen: Sequence[torch.Tensor] | None = None,
-        start: Gradient | None = None,
     ) -> Gradient:
         """The gradient of all parameters, None where there is none; ``.grad`` is None afterwards.
-
-        ``start``: what the gradient is added to, which stays as it is.
 
         ``onto``: another gradient, which autograd adds this one to in place, as soon as each part is there.
         ``chosen``: parameters; others get none.
@@ -56,17 +53,11 @@ class Collector:
         """
         self._onto = onto
         versions = [] if onto is None else self._put(onto)
-        if start is not None:
-            self.begin(start)
         self._run(loss, chosen)
         taken = take(self._named)
         if onto is not None:
             _check_once(onto, versions, taken)
         return self._placed(taken, onto)
-
-    def begin(self, start: Gradient) -> None:
-        """Have the next backward pass add to a copy of this."""
-        self._put([None if entry is None else entry.clone() for entry in start])
 
     def add(self, loss: torch.Tensor | Seeds, chosen: Sequence[torch.Tensor] | None = None, *, first: bool) -> None:
         """Add the gradient of a part of a replica to what is in ``.grad``; ``first``: nothing is there yet.

@@ -22,6 +22,7 @@ from phalanx.frameworks.torch.environment import explain
 from phalanx.frameworks.torch.model import check_mode, evaluating
 from phalanx.frameworks.torch.optimizer import covered
 from phalanx.frameworks.torch.replica.buffers import Buffers
+from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.frameworks.torch.replica.forward import Forward, NoMean
 from phalanx.frameworks.torch.replica.gradient import Collector, drop
 from phalanx.frameworks.torch.replica.over_batch import OverBatch
@@ -55,8 +56,8 @@ class Lane:
         The model's.
     no_mean : NoMean
         Warns of the recipe's loss, once.
-    seed : callable, optional
-        ``seed(key)`` seeds all generators, for a loss over the whole batch.
+    host : Feed, optional
+        Seeds generators and knows their states, for a loss over the whole batch.
     later : bool, default False
         Whether losses and weights stay unread on the device: all devices get their work before one is waited for.
 
@@ -78,7 +79,7 @@ class Lane:
         no_mean: NoMean,
         *,
         later: bool = False,
-        seed: Callable[[int], Any] = bool,
+        host: Feed | None = None,
     ) -> None:
         check_mode(model, definition.modes)
         self.model = model
@@ -100,8 +101,9 @@ class Lane:
         self._forwards = [Forward(definition, model, device, later=unread, phase=one, begin=begin) for one in phases]
         self._chosen = [None if phase is None else covered(phase, self.named, model) for phase in phases]
         self._no_mean = no_mean
-        if any(map(definition.over_batch, range(len(phases)))):
-            self._over = OverBatch(definition, self._forwards, self._batch, seed, buffers, self.parameters)
+        self._over: Any = None
+        if host is not None and any(map(definition.over_batch, range(len(phases)))):
+            self._over = OverBatch(definition, self._forwards, self._batch, host, buffers, self.parameters)
         self._over_batch = [definition.over_batch(phase) for phase in range(len(phases))]
         self._later = later
         self._joins = self._parts == 1
@@ -210,15 +212,13 @@ class Lane:
         over, chosen, taken = self._over, self._trained(todo.phase), list[torch.Tensor | None]()
         over.begin(todo, watch)
         with self._as_found("in forward or a hook"):
-            for number, (seeds, start) in enumerate(over.backward(todo, watch)):
+            for number, seeds in enumerate(over.backward(todo, watch)):
                 self._tell_early(None if number else watch)
                 if self._parts > 1:
-                    if start is not None:
-                        self.collector.begin(start)
                     self.collector.add(seeds, chosen, first=not number)
-                else:
-                    joins = self._joins and start is None and self.collector.joins
-                    taken = self.collector.backward(seeds, onto if joins else None, chosen, start)
+                else:  # an own gradient of the loss is added before this replica's, and not to the sum with another's
+                    joins = self._joins and not over.takes_up(todo) and self.collector.joins
+                    taken = self.collector.backward(seeds, onto if joins else None, chosen)
         if self._parts > 1:
             taken = self.collector.total(1.0)
         outcome = over.outcome
@@ -359,6 +359,8 @@ class Lane:
         drop(self.parameters)
         self.buffers.restore()
         self.buffers.of_loss = {}
+        if self._over is not None:
+            self._over.forget()
 
     def measure(self, metrics: Metrics, key: int, share: Share, weights: Weights | None) -> Measurement:
         """Begin metrics over a chunk, as ``seams.Framework.measure`` says."""

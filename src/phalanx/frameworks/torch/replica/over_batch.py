@@ -6,7 +6,7 @@ still there; else each part is computed once more, from the same key and buffers
 passes record a graph, though the first one drops it: without, some modules of torch compute by other kernels.
 
 Gradients of the loss with respect to parameters that it uses itself are there once, and belong to no replica. The last
-replica begins with them, so they are in the sum once and at one place, wherever replicas are computed.
+replica's backward pass begins with them, so they are in the sum once and at one place, wherever replicas are computed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from phalanx.definition.data import Share, map_tree
 from phalanx.definition.fields import Definition
 from phalanx.frameworks.torch.arithmetic import Gradient, bytes_of, checksum
 from phalanx.frameworks.torch.replica.buffers import Buffers, Left
+from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.frameworks.torch.replica.forward import Forward
 from phalanx.frameworks.torch.replica.gradient import Seeds
 from phalanx.seams.records import Named, Todo, Watch
@@ -64,8 +65,8 @@ class OverBatch:
         Of each phase.
     batch : callable
         ``batch(key, share, watch)``.
-    seed : callable
-        ``seed(key)`` seeds all generators.
+    host : Feed
+        Seeds generators and knows their states.
     buffers : Buffers
     parameters : sequence of torch.nn.Parameter
 
@@ -80,17 +81,17 @@ class OverBatch:
         definition: Definition,
         forwards: Sequence[Forward],
         batch: Callable[[int | None, Share, Watch | None], Any],
-        seed: Callable[[int], None],
+        host: Feed,
         buffers: Buffers,
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
         self._definition, self._forwards = definition, forwards
-        self._batch, self._seed, self._buffers = batch, seed, buffers
+        self._batch, self._host, self._buffers = batch, host, buffers
         self._parameters = parameters
         self._device = parameters[0].device
         self._parts = definition.micro_batches
         self._rows = rows.Rows(_pack, self._unpack)
-        self._kept: tuple[int, list[torch.Tensor], Left] | None = None
+        self._kept: tuple[int, list[torch.Tensor], list[Callable[[], Any]]] | None = None
         self.outcome: Outcome | None = None
 
     def pieces(self, share: Share) -> list[Share]:
@@ -112,7 +113,7 @@ class OverBatch:
             counts.append(len(piece.samples))
         left = self._buffers.left()
         if keep:
-            self._kept = one.replica, rows.leaves_of(outputs[0]), left
+            self._kept = one.replica, rows.leaves_of(outputs[0]), self._host.remembered()
         changed = [None if value is start else value for value, start in zip(left, self._buffers.starts, strict=True)]
         beside = {"trained": _any_of(trained), "buffers": changed}
         return self._rows.said([map_tree(_detached, each) for each in outputs], seen, counts, beside)
@@ -130,7 +131,7 @@ class OverBatch:
         wanted = [leaf for leaf, goes in zip(leaves, goes_back, strict=True) if goes]
         for leaf in wanted:
             leaf.requires_grad_()
-        self._seed(key)
+        self._host.seed(key)
         self._buffers.of_loss = {}
         with self._buffers.shown(list(zip(samples, lefts, strict=True))):
             loss, _, named = self._forwards[phase].of_rows(map_tree(_given, output), seen)
@@ -150,31 +151,49 @@ class OverBatch:
     def begin(self, one: Todo, watch: Watch | None) -> None:
         """A replica is about to go back: it starts from the step's buffers, unless its graph is still there."""
         if self._kept is None or watch is not None or self._kept[0] != one.replica:
-            self._kept = None
+            self.forget()
             self._buffers.begin()
 
-    def backward(self, one: Todo, watch: Watch | None) -> Iterator[tuple[Seeds, Gradient | None]]:
-        """For each part of a replica: outputs with their gradients, and what the part's gradient is added to."""
+    def forget(self) -> None:
+        """Nobody goes back from the graph that is still there."""
+        self._kept = None
+
+    def takes_up(self, one: Todo) -> bool:
+        """Whether this replica takes up the gradient of parameters that the loss itself uses."""
+        assert self.outcome is not None
+        return one.replica == self.outcome.last and any(entry is not None for entry in self.outcome.own)
+
+    def backward(self, one: Todo, watch: Watch | None) -> Iterator[Seeds]:
+        """For each part of a replica: outputs with their gradients, and parameters with the loss's own.
+
+        The backward pass of a part finds generators as its forward pass left them, wherever that was. So do forward
+        passes of later parts, which came after no backward pass when they were computed first.
+        """
         assert self.outcome is not None
         seeds, kept = self.outcome.seeds[one.replica], self._kept
-        start = self.outcome.own if one.replica == self.outcome.last else None
-        if start is not None and not any(entry is not None for entry in start):
-            start = None
+        own: Seeds = []
+        if self.takes_up(one):
+            pairs = zip(self._parameters, self.outcome.own, strict=True)
+            own = [(parameter, entry.clone()) for parameter, entry in pairs if entry is not None]
         pieces = self.pieces(one.share)
-        parted = [
-            [None] * len(pieces) if seed is None else seed.split([len(piece.samples) for piece in pieces])
-            for seed in seeds
-        ]
+        sizes = [len(piece.samples) for piece in pieces]
+        parted = [[None] * len(pieces) if seed is None else seed.split(sizes) for seed in seeds]
         for number, piece in enumerate(pieces):
-            leaves = kept[1] if kept is not None else self._again(one, None if number else one.key, piece, watch)
+            if kept is not None:
+                leaves, states = kept[1:]
+                _put_back(states)
+            else:
+                leaves = self._again(one, None if number else one.key, piece, watch)
+                states = self._host.remembered() if len(pieces) > 1 else []
             pairs = zip(leaves, (parts[number] for parts in parted), strict=True)
-            yield [(leaf, seed) for leaf, seed in pairs if seed is not None and leaf.requires_grad], start
-            start = None
+            yield [*own, *((leaf, seed) for leaf, seed in pairs if seed is not None and leaf.requires_grad)]
+            own = []
+            _put_back(states)
 
     def left(self) -> Left:
-        """The buffers as the replica that went back has left them."""
-        kept, self._kept = self._kept, None
-        return self._buffers.left() if kept is None else kept[2]
+        """The buffers as the replica that went back has left them: backward passes may write them, too."""
+        self.forget()
+        return self._buffers.left()
 
     def _again(self, one: Todo, key: int | None, piece: Share, watch: Watch | None) -> list[torch.Tensor]:
         batch = self._batch(key, piece, watch)
@@ -191,8 +210,13 @@ class OverBatch:
         return flat.view(tuple(shape)).to(self._device)
 
 
+def _put_back(states: Sequence[Callable[[], Any]]) -> None:
+    for restore in states:
+        restore()
+
+
 def _any_of(flags: Sequence[Sequence[bool]]) -> list[bool]:
-    return [any(column) for column in zip(*flags, strict=True)]
+    return [any(column) for column in zip(*flags, strict=False)]  # unlike ones are refused where they are joined
 
 
 def _given(leaf: Any) -> Any:
