@@ -179,8 +179,8 @@ def _stacked(trees: Sequence[Any], samples: Sequence[int], name: str, form: Any,
             _has_rows(part, count) for tree, count in zip(trees, samples, strict=True) for part in tree
         )
         if ways != WAYS["output"] and all(map(_is_each, trees, samples)):
-            # A list of columns, as torch's collate makes it, may have as many as all shares have samples. Sizes must not
-            # decide then: they differ from R to R, and from step to step. One list alone is the same either way.
+            # A list of columns, as torch's collate makes it, may have as many as all shares have samples. Sizes must
+            # not decide then: they differ from R to R, and from step to step. One list alone is the same either way.
             if in_columns and len(trees) > 1:
                 raise UsageError(TWO_WAYS.format(name))
             return list(itertools.chain(*trees))
