@@ -574,3 +574,18 @@ DATA = {
     "as_it_is": {"data": FEATURES, "batch_size": None},
     "dataset_as_it_is": {"data": Augmented(), "batch_size": None},
 }
+
+
+def two_losses():
+    """The phases of a step in which the first and the last layer of the mlp have a loss each."""
+
+    def first(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def second(model, batch):
+        return model(batch[0]).square().mean()
+
+    return [
+        phalanx.Phase(first, parameters="0", loss_takes="model"),
+        phalanx.Phase(second, parameters="2", loss_takes="model"),
+    ]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
+from tests.families import two_losses
 
 X = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
@@ -83,19 +84,8 @@ def test_workers_that_die_between_steps():
 
 def test_phases_add_up():
     """A step with phases shows the gradients of each phase that trains them."""
-
-    def first(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    def second(model, batch):
-        return model(batch[0]).square().mean()
-
-    phases = [
-        phalanx.Phase(first, parameters="0", loss_takes="model"),
-        phalanx.Phase(second, parameters="2", loss_takes="model"),
-    ]
     given = recipe()
-    given = phalanx.Recipe(given.make_model, (X, Y), phases=phases, replicas=4, batch_size=20, steps=3, lr=0.1)
+    given = phalanx.Recipe(given.make_model, (X, Y), phases=two_losses(), replicas=4, batch_size=20, steps=3, lr=0.1)
     inline = bits(given, engine="inline")
     assert list(inline.norms[0]) == ["0.weight", "2.weight"]
     assert bits(given, workers=2).seen == inline.seen

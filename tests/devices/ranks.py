@@ -2,11 +2,10 @@
 
 import pytest
 from torch import nn
-from torch.nn import functional as F
 
 import phalanx
 from phalanx.engines.devices import buckets
-from tests.families import FAMILIES
+from tests.families import FAMILIES, two_losses
 
 MLP = FAMILIES["mlp"]
 NORM = FAMILIES["conv_norm"]
@@ -24,19 +23,8 @@ def trained(recipe, count, **options):
 
 
 def two_phases(replicas=4, **options):
-    def first(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    def second(model, batch):
-        return model(batch[0]).square().mean()
-
-    phases = [
-        phalanx.Phase(first, parameters="0", loss_takes="model"),
-        phalanx.Phase(second, parameters="2", loss_takes="model"),
-    ]
-    return phalanx.Recipe(
-        MLP.make_model, MLP.data, phases=phases, replicas=replicas, batch_size=8, lr=0.1, **{"steps": 4, **options}
-    )
+    fields = {"replicas": replicas, "batch_size": 8, "lr": 0.1, "steps": 4} | options
+    return phalanx.Recipe(MLP.make_model, MLP.data, phases=two_losses(), **fields)
 
 
 def dropping():

@@ -63,7 +63,7 @@ class Rows:
         self.fail = fail
 
     def __len__(self):
-        return SAMPLES
+        return len(self.columns[0])
 
     def __getitem__(self, index):
         x, y = (column[index] for column in self.columns)

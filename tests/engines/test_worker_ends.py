@@ -215,6 +215,34 @@ def test_ctrl_c_in_a_long_step_comes_back_with_the_state(call, replicas, tmp_pat
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("place", ["loss", "backward"])
+def test_ctrl_c_in_a_loss_over_the_batch(place, tmp_path):
+    """A worker that sleeps after the exchange of outputs is in user code: the second Ctrl-C ends it."""
+    sleeping = tmp_path / "sleeping"
+
+    def sleep(*_):
+        sleeping.touch()
+        time.sleep(60)
+
+    def loss_fn(output, target):
+        if place == "loss":
+            sleep()
+        return F.mse_loss(output, target)
+
+    def forward_fn(model, batch):
+        output = model(batch[0])
+        if place == "backward" and output.requires_grad:
+            output.register_hook(sleep)
+        return output
+
+    made = recipe(loss_fn=loss_fn, forward_fn=forward_fn, loss_over="batch")
+    with pytest.raises(KeyboardInterrupt), ctrl_c_once_there(sleeping, times=2):
+        made.train(workers=2, engine="processes")
+    assert time.time() - sleeping.stat().st_mtime < SOON
+    assert_no_workers()
+
+
+@pytest.mark.long
 def test_a_run_goes_on_after_ctrl_c(tmp_path):
     """Ctrl-C in a step comes after it; who catches it goes on to the digest of an undisturbed run."""
     sleeping = tmp_path / "sleeping"

@@ -383,6 +383,27 @@ def test_what_happens_in_a_backward_pass(kind):
     assert (kept.model.scale.item() == 2.0) == (kind == "accumulated")
 
 
+class Rooted(nn.Module):
+    """A model with a parameter for the loss, whose square root has no gradient at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.zero = nn.Linear(4, 3), nn.Parameter(torch.zeros(()))
+
+
+def test_a_gradient_of_the_loss_alone_that_is_not_finite():
+    """It is no replica's: the error names the batch, though one replica takes it up."""
+    recipe = phalanx.Recipe(
+        Rooted, (torch.ones(16, 4),), lambda model, output, target: output.mean() + model.zero.sqrt(), replicas=4,
+        forward_fn=lambda model, batch: model.layer(batch[0]), target_fn=lambda batch: batch[0], batch_size=8, steps=1,
+        loss_takes="model", loss_over="batch",
+    )  # fmt: skip
+    with pytest.raises(phalanx.NonFiniteError, match="the gradient has values that are not finite") as caught:
+        recipe.train(engine="inline")
+    assert caught.value.replica is None
+    assert len(caught.value.samples) == 8
+
+
 def test_a_list_that_may_be_read_in_two_ways():
     """A list of items that could be one of columns is refused: what it is would depend on sizes."""
     recipe = phalanx.Recipe(

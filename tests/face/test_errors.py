@@ -18,11 +18,10 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import phalanx
+from tests.engines.faulty import MARK, PLACES, Rows, has_mark
 from tests.families import TrappedNet
 
 SAMPLES, STEPS, FAILING = 36, 6, 1
-MARK = 50.0
-PLACES = ["model", "loss", "dataset", "collate", "target"]
 X = np.random.default_rng(0).standard_normal((SAMPLES, 3)).astype(np.float32)
 Y = np.random.default_rng(1).standard_normal((SAMPLES, 1)).astype(np.float32)
 
@@ -64,27 +63,6 @@ def marked_data(replicas, x=None, y=None):
     if y is not None:
         targets[sample] = y
     return inputs, targets
-
-
-def has_mark(values):
-    return bool((torch.as_tensor(values) == MARK).any())
-
-
-class Rows:
-    """A map-style dataset that calls ``fail`` at the marked sample."""
-
-    def __init__(self, columns, fail):
-        self.columns = columns
-        self.fail = fail
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        x, y = (column[index] for column in self.columns)
-        if has_mark(x):
-            self.fail()
-        return x, y
 
 
 def failing_at(place, replicas, fail):

@@ -379,7 +379,7 @@ class WorkerPool:
 
     def _in_user_code(self, number: int) -> bool:
         """Whether a worker may be in the user's code: it computes, and waits for nobody."""
-        computing = self.counters.progress()[number].stage <= Stage.COMPUTING
+        computing = self.counters.progress()[number].stage <= Stage.COMPUTING or self._failures.computes(number)
         return (self.counters.kind == TASK or computing) and not self.counters.idle(number)
 
     def _check_interrupted(self) -> None:

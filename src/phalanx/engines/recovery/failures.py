@@ -197,6 +197,11 @@ class FailureLog:
         """Note an incident."""
         self._incidents.append(Incident(time.perf_counter(), kind, worker, step, why))
 
+    def computes(self, worker: int) -> bool:
+        """Whether not all of its replicas are done; for a loss over the whole batch it is ``COMPUTED`` halfway."""
+        stage, done = self._counters.progress()[worker].stage, self._counters.workers[worker].replicas
+        return stage in (Stage.COMPUTING, Stage.COMPUTED) and done < len(self._placement.blocks[worker])
+
     def _place(self, worker: int, end: End) -> Place:
         """What a worker was doing when it died."""
         step, stage = self._counters.progress()[worker]
@@ -206,9 +211,8 @@ class FailureLog:
             return Place(step, "wait")
         if self._counters.kind == TASK:
             return Place(step, "task", self._tasks)
-        done = self._counters.workers[worker].replicas
-        if stage == Stage.COMPUTING and done < len(self._placement.blocks[worker]):
-            return Place(step, "compute", done)
+        if self.computes(worker):
+            return Place(step, "compute", self._counters.workers[worker].replicas)
         return Place(step, PARTS.get(stage, "wait"))
 
     def _error(self, worker: int, streak: Streak, step: int) -> RunError:

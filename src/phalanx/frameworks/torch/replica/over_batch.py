@@ -85,7 +85,7 @@ class OverBatch:
         buffers: Buffers,
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:
-        self._definition, self._forwards = definition, forwards
+        self._forwards = forwards
         self._batch, self._host, self._buffers = batch, host, buffers
         self._parameters = parameters
         self._device = parameters[0].device
