@@ -1,7 +1,13 @@
 """A loss over the whole batch (SimCLR's NT-Xent) in step 0, for R = 1, 2 and 4: of shares, and with loss_over="batch".
 
 python benchmarks/batch_losses.py
+python benchmarks/batch_losses.py --price    # steps of two workers over the batch beside those over shares, in turn
 """
+
+import itertools
+import statistics
+import sys
+import time
 
 import torch
 from torch import nn
@@ -34,7 +40,41 @@ def nt_xent(output, target):
     return F.cross_entropy(alike, torch.arange(len(points)).roll(len(output)))
 
 
-if __name__ == "__main__":
+def make_wide():
+    """A model whose step takes long, with 128 outputs."""
+    sizes = [512, 2048, 2048, 2048, 128]
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def price(replicas, turns=25, steps=3):
+    """Milliseconds of a step over shares and over the batch: medians of turns, interleaved."""
+    x, runs = torch.randn(4096, 512), {}
+    for over in ("share", "batch"):
+        fields = {"loss_over": over, "replicas": replicas, "batch_size": 256, "steps": 8 + turns * steps}
+        recipe = phalanx.Recipe(
+            make_wide, (x,), lambda output, target: (output - target).square().mean(),
+            forward_fn=lambda model, batch: model(batch[0]), target_fn=lambda batch: batch[0][:, :128], **fields,
+        )  # fmt: skip
+        runs[over] = recipe.start(workers=2, progress=False)
+    for run in runs.values():
+        list(itertools.islice(run, 8))
+    seconds = {over: [] for over in runs}
+    for _ in range(turns):
+        for over, run in runs.items():
+            began = time.perf_counter()
+            list(itertools.islice(run, steps))
+            seconds[over].append((time.perf_counter() - began) / steps)
+    for run in runs.values():
+        run.close()
+    return [1000 * statistics.median(seconds[over]) for over in ("share", "batch")]
+
+
+if __name__ == "__main__" and "--price" in sys.argv:
+    for replicas in (2, 4):
+        share, batch = price(replicas)
+        print(f"R = {replicas}, 2 workers: {share:.1f} ms over shares, {batch:.1f} over the batch: {batch / share:.3f}")
+elif __name__ == "__main__":
     data = (torch.rand(SAMPLES, 3, 16, 16, generator=torch.Generator().manual_seed(0)),)
     for replicas in (1, 2, 4):
         losses = []
