@@ -375,8 +375,10 @@ def test_readers_that_have_read_everything(monkeypatch):
         readers.close()
     pack = tending.pack_recipe
     monkeypatch.setattr(tending, "pack_recipe", lambda *facts: pack(*facts[:-1], {"placement": None}))
+    listen = tending.Readers._listen
+    monkeypatch.setattr(tending.Readers, "_listen", lambda readers: time.sleep(0.3) or listen(readers))  # both at once
     readers = ahead_here(*given)
-    readers._thread.join()  # planted
+    readers._thread.join(60)  # planted
     assert isinstance(readers.error, AttributeError)
     with pytest.warns(UserWarning, match="nothing was read ahead in the end"):
         readers.close()

@@ -24,7 +24,7 @@ from phalanx.shared.inputs import GONE, Inputs
 from phalanx.shared.memory import Memory
 
 LOOK_SECONDS = 0.1
-FUTILE = 5  # readers in a row that each died within a second
+FUTILE = 5  # readers in a row that could not go on, or died within a second
 
 
 def ahead_here(definition: Definition, framework: Framework, count: int) -> Readers | None:
@@ -93,7 +93,7 @@ class Readers:
             while self.inputs.readers and not self._over.is_set():
                 self._fill()
                 self._listen()
-                if self._failed == FUTILE:
+                if self._failed >= FUTILE:  # several may die between two looks
                     raise self.error or RunError("readers ended again and again")
         except Exception as error:  # no process can be started, say: nothing depends on readers
             self.error, self.inputs.readers = error, 0
@@ -115,7 +115,7 @@ class Readers:
         ready = {fd for fd, _ in poller.poll(1000 * LOOK_SECONDS)}
         gone = set(self._output.carry(ready))
         for number, handle in list(self._alive.items()):
-            dead = handle.pidfd in ready or bool(gone & set(handle.pipes))
+            broken, dead = False, handle.pidfd in ready or bool(gone & set(handle.pipes))
             if handle.channel.fileno() in ready:
                 messages, goes_on = handle.heard()
                 dead = dead or not goes_on
@@ -123,15 +123,16 @@ class Readers:
                     if kind == "done":
                         self._done.add(number)
                     else:
-                        self.error = facts[0]
+                        self.error, broken, dead = facts[0], True, True
             if dead:
-                self._clear(number, handle)
+                self._clear(number, handle, broken=broken)
 
-    def _clear(self, number: int, handle: WorkerHandle) -> None:
+    def _clear(self, number: int, handle: WorkerHandle, *, broken: bool) -> None:
         self._output.forget(handle.pipes)
         handle.end()
         if number not in self._done:
-            self._failed = self._failed + 1 if time.monotonic() - handle.born < 1.0 else 0
+            # On a loaded machine one that cannot begin may take long to say so, each time.
+            self._failed = self._failed + 1 if broken or time.monotonic() - handle.born < 1.0 else 0
         del self._alive[number]
         self.inputs.note_pid(number, GONE)
 
