@@ -18,16 +18,17 @@ SIZE, RUN = 3, 4711
 KEY = key_of(b"", "test")
 PLACES = {"0": ["127.0.0.1", 29500], "2": ["10.0.0.2", 29502]}
 INCARNATION = {
-    "run": RUN, "number": 1, "wrong": "", "step": 7, "places": PLACES, "hosts": {"0": "a", "2": "b"}, "joined": [2],
-    "lost": [1], "source": 0, "behind": [2], "keeper": 0, "each": 2, "shared": False, "store": ["127.0.0.1", 4000],
+    "run": RUN, "number": 1, "wrong": "", "step": 7, "lost": [1], "joined": {"2": ["10.0.0.2", 29502, "b"]}, "source": 0,
+    "keeper": 0, "each": 2, "shared": False, "wide": False, "store": ["127.0.0.1", 4000],
 }  # fmt: skip
+CROWD = {str(rank): ["10.0.0.2", 29502, "b"] for rank in range(4)}
 BEAT = {"run": RUN, "number": 0, "members": [0, 1], "hears": [0], "places": None}
 SAID = [
     {"kind": "join", "facts": "ab" * 32, "host": "b", "sees": False, "proof": ""},
     {"kind": "prove", "proof": "ab"},
-    {"kind": "done"},
+    {"kind": "done", "finished": [1, 2]},
     {"kind": "refused"},
-    {"kind": "stopped", "number": 1, "step": 7, "open": True, "each": 2, "hears": [0]},
+    {"kind": "stopped", "number": 1, "step": 7, "open": True, "each": 2, "wide": False, "hears": [0]},
     {"kind": "prepare", "number": 1, "ballot": [1, 1]},
     {"kind": "promise", "number": 1, "ballot": [1, 1], "accepted": [[0, -1], None]},
     {"kind": "promise", "number": 1, "ballot": [2, 1], "accepted": [[1, 1], INCARNATION]},
@@ -62,7 +63,7 @@ MALFORMED_ONES = {
     "prepare without a ballot": ABOUT | {"say": {"kind": "prepare", "number": 1}},
     "nothing was chosen": ABOUT | {"say": {"kind": "chosen", "value": None, "number": 1}},
     "an empty choice": ABOUT | {"say": {"kind": "chosen", "value": {}, "number": 1}},
-    "a choice without members": ABOUT | {"say": SAID[-1] | {"value": INCARNATION | {"places": {}, "hosts": {}}}},
+    "a choice of too many": ABOUT | {"say": SAID[-1] | {"value": INCARNATION | {"joined": CROWD}}},
     "a keeper that is no member": ABOUT | {"say": SAID[-1] | {"value": INCARNATION | {"keeper": 1}}},
     "nothing accepted in a ballot": ABOUT | {"say": SAID[6] | {"accepted": [[5, 1], None]}},
     "say without a kind": ABOUT | {"say": {}},

@@ -16,7 +16,7 @@ def check(simulation):
         check_told(simulation, process, run)
         check_end(simulation, process, run)
     for one, other in itertools.product(simulation.runs.values(), repeat=2):
-        check_one_side(one.world, other.world)
+        check_one_side(simulation.size, one.world, other.world)
     assert simulation.schedule.now < LONGEST, f"it took {simulation.schedule.now:.0f} s"
     if not simulation.schedule.struck:
         ends = [run.end for run in simulation.runs.values()]
@@ -70,7 +70,7 @@ def check_end(simulation, process, run):
         assert early or not run.well, f"{process} ended by {end!r}, although {run.well} were well"
 
 
-def check_one_side(one, other):
+def check_one_side(size, one, other):
     """All members of an incarnation take the same for the next one, and only a quorum of them goes on."""
     if one is None or other is None or one.members.run != other.members.run:
         return
@@ -78,7 +78,8 @@ def check_one_side(one, other):
     for number, chosen in pasts[0].items():
         same = pasts[1].get(number, chosen)
         assert same == chosen, f"two sides go on: {chosen} and {same}"
-        before = pasts[0].get(number - 1)
-        if before is not None:
-            stay = set(chosen["places"]) - set(map(str, chosen["joined"]))
-            assert quorum(sorted(map(int, before["places"])), set(map(int, stay))), f"{stay} of {before} went on"
+    everybody = set(range(size))
+    for number, chosen in sorted((pasts[1] | pasts[0]).items()):
+        stay = everybody - set(chosen["lost"])
+        assert quorum(sorted(everybody), stay), f"{stay} of {everybody} went on in incarnation {number}"
+        everybody = stay | set(map(int, chosen["joined"]))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]  # plain values only, so that it travels as JSON
+TOLD_IN_A_TICK = 64  # members
 PATIENCE = 10  # ticks until a leader begins another ballot
 KINDS = "stopped", "prepare", "promise", "accept", "accepted_by", "chosen"
 NONE: tuple[int, int] = (0, -1)  # before all ballots
@@ -57,6 +58,8 @@ class Agreement:
         if it cannot be formed now. Asked where this member leads.
     able : callable
         ``able(some)``: whether some members are a quorum.
+    few : int
+        To how many of the lowest that live a member says how it has stopped: the lowest one leads.
 
     Attributes
     ----------
@@ -68,7 +71,7 @@ class Agreement:
 
     def __init__(
         self, me: int, members: Sequence[int], propose: Callable[[dict[int, Message]], Any],
-        able: Callable[[Collection[int]], bool] | None = None,
+        able: Callable[[Collection[int]], bool] | None = None, few: int = 3,
     ) -> None:  # fmt: skip
         self.chosen: Any = None
         self.stopped: dict[int, Message] = {}
@@ -78,15 +81,17 @@ class Agreement:
         self._ballot, self._proposal = NONE, None
         self._promises: dict[int, tuple[tuple[int, int], Any]] = {}
         self._votes: set[int] = set()
-        self._wait = 0
+        self._wait, self._few, self._told = 0, few, ({}, [])
+        # Among many members not at every tick, as one has to hear them all.
+        self._pause, self._every = 0, 1 + len(members) // TOLD_IN_A_TICK
 
     def tick(self, alive: Collection[int], how_stopped: Message) -> list[Addressed]:
         """A short time has passed; ``alive``: the members that are heard, ``how_stopped``: how this one has stopped."""
         if self.chosen is not None:
             return []
-        said = self._to_all({"kind": "stopped", **how_stopped})
-        self._wait -= 1
         here = {self._me, *alive} & set(self._members)
+        said = self._stop(how_stopped, sorted(here)[: self._few])
+        self._wait -= 1
         if self._wait < 0 and min(here) == self._me and here <= self.stopped.keys():
             proposal = self._propose({member: self.stopped[member] for member in sorted(here)})
             if proposal is not None:  # else an earlier ballot of this one may still be under way
@@ -95,6 +100,14 @@ class Agreement:
                 self._promises, self._votes = {}, set()
                 said += self._to_all({"kind": "prepare", "ballot": self._ballot})
         return said
+
+    def _stop(self, how_stopped: Message, to: list[int]) -> list[Addressed]:
+        self.stopped[self._me] = message = {"kind": "stopped", **how_stopped}
+        self._pause -= 1
+        if self._pause >= 0 and self._told == (message, to):
+            return []
+        self._pause, self._told = self._every - 1, (message, to)
+        return [Addressed(member, message) for member in to if member != self._me]
 
     def hear(self, sender: int, message: Message) -> list[Addressed]:
         """A message has come; returns what is to be said."""

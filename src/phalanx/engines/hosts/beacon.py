@@ -6,6 +6,12 @@ some milliseconds. ``messages`` says what a datagram may be; what is lost is sai
 
 Two members are connected while each hears the other. So a link that is cut in one direction is cut.
 
+Beats grow as the members, not as their square: everybody beats to the three lowest members that it hears, the hubs.
+These beat to all, and say whom they hear. So who is a hub knows by itself who lives, and others have its word. Whoever
+gets a beat from one that it does not count on answers it, as the two do not see the same hubs. Not covered: a link
+between two others that is cut while both reach the hubs. Their exchange ends then, and ends again when they begin anew;
+in the incarnation after that all beat to all (``wide``).
+
 Whoever is no member is answered once for each message, and in all at most as often in a beat as the world has
 processes. A newcomer counts once it has shown that it is where it says: it has to repeat what was sent there.
 """
@@ -14,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import select
@@ -34,6 +41,8 @@ BEATS = 20  # within the time after which a silent member counts as lost
 FAREWELLS, FAREWELL_SECONDS = 4, 0.03  # how often the last word is said, and the time between
 JOIN_SECONDS = 0.2  # between two tries to join
 TOLD_SECONDS = 3600.0  # for which a lost member's last address is told of the run
+HUBS = 3  # members that hear all others
+LOOKS = 20  # within a beat, at who lives
 REFUSED = 2  # datagrams in a row that a host refuses: nobody listens there any more
 
 
@@ -42,7 +51,8 @@ class Peer:
 
     def __init__(self, address: Sequence[Any], now: float) -> None:
         self.address, self.last, self.refused, self.gone = tuple(address), now, 0, False
-        self.hears: list[int] | None = None
+        self.hears_me = True  # as far as it has said
+        self.hears: list[int] | None = None  # whom it hears, of a hub
         self.id: int | None = None
         self.proved, self.count = False, -1  # whether it asked to join; the last message that it numbered
         self.socket: socket.socket | None = None
@@ -75,23 +85,26 @@ class Beacon:
 
     def __init__(self, pipe: socket.socket, air: socket.socket, facts: dict[str, Any]) -> None:
         self.pipe, self.air, self.me, self.seconds = pipe, air, facts["me"], facts["seconds"]
-        self.port, self.id, self.size = facts["port"], facts.get("id", os.getpid()), facts.get("size", messages.MANY)
+        self.port, self.id, self.size = facts["port"], facts.get("id", os.getpid()), facts.get("size", messages.MOST_MEMBERS)
         self.door = messages.Door(bytes.fromhex(facts["key"]), self.size)
         self.every, self.parent = self.seconds / BEATS, os.getppid()
         self.count = self.answers = 0  # the last message's number; those to strangers since a beat
         self.salt = ""  # of what newcomers have to repeat in this incarnation
         self.peers: dict[int, Peer] = {}
         self.members: list[int] = []
+        self.hubs: list[int] = []
+        self.near: set[int] = set()  # members that this one beats to, and has to hear; they only get more
+        self.believed: set[int] = set()  # those of the others that live, as hubs say
         self.run: dict[str, Any] = {}  # what beats say of it: its number, that of the incarnation, and its members
         self.last_word = {"why": "its process ended", "way": "ended"}
         self.reported: list[int] | None = None
         self.replaced: set[int] = set()  # members whose rank has a new process, which wants to join
-        self.next = self.seen = time.monotonic()
+        self.next = self.seen = self.looked = self.look_at = time.monotonic()
 
     def serve(self) -> None:
         """Go on until the parent ends, or wants that."""
         while os.getppid() == self.parent:
-            wait = max(0.0, self.next - time.monotonic())
+            wait = max(0.0, min(self.next, self.look_at) - time.monotonic())
             readable, _, _ = select.select([self.pipe, self.air], [], [], wait)
             now = time.monotonic()
             if now - self.seen > self.seconds / 2:  # this process was stopped, and could hear nobody
@@ -100,16 +113,20 @@ class Beacon:
             self.seen = now
             if self.pipe in readable and not self.handle_order():
                 break
+            if readable:  # for all that comes at once, one look is enough
+                self.look_at = min(self.look_at, self.looked + self.every / LOOKS)
             if self.air in readable:
                 self.listen(now)
             if now >= self.next:
                 self.next = now + self.every
                 if state(self.parent) not in (b"T", b"t"):
                     self.beat()
-                self.answers = 0
+                self.answers, self.look_at = 0, now
                 if self.door.dropped and self.notify_parent({"dropped": self.door.dropped}):
                     self.door.dropped.clear()
-            self.notify_who_lives(now)
+            if now >= self.look_at:
+                self.looked, self.look_at = now, math.inf
+                self.notify_who_lives(now)
         for _ in range(FAREWELLS):
             self.send(self.members, {"bye": self.last_word})
             time.sleep(FAREWELL_SECONDS)
@@ -138,6 +155,8 @@ class Beacon:
                 new.id = known.id if known and known.proved else None  # else its first beat says that
         self.members = [rank for rank in order["members"] if rank != self.me]
         self.run, self.reported, self.next, self.replaced = order["run"], None, now, set()
+        self.near, self.believed, self.wide = set(), set(self.members), order["wide"]
+        self.choose_hubs(now)
         self.salt = secrets.token_hex(16)
 
     def beat(self) -> None:
@@ -146,15 +165,42 @@ class Beacon:
         Before a run, ask whether one is under way.
         """
         now = time.monotonic()
-        self.send(self.members, {"beat": {**self.run, "hears": self.alive(now, heard=True), "places": None}})
+        self.choose_hubs(now)
+        if self.run:
+            self.send(self.near, self.own_beat(now))
+        if self.run and self.me not in self.hubs:
+            return
         others = [rank for rank in self.peers if rank not in self.members and rank != self.me]
         recent = [rank for rank in others if now - self.peers[rank].last < TOLD_SECONDS]
         self.send(recent, self.under_way(now) if self.run else {"look": True})
 
-    def under_way(self, now: float) -> dict[str, Any]:
-        """What a process that is no member gets to know of the run."""
-        places = {rank: self.peers[rank].address for rank in self.members}
+    def choose_hubs(self, now: float) -> None:
+        """Find the hubs. Who is counted on from now on has half of the time to be heard."""
+        self.hubs = []
+        for rank in sorted([*self.members, self.me]):
+            if rank != self.me:
+                self.count_on([rank], now)
+                if not self.hears(rank, now):
+                    continue
+            self.hubs.append(rank)
+            if len(self.hubs) == HUBS:
+                break
+        if self.me in self.hubs or self.wide:
+            self.count_on(self.members, now)
+
+    def count_on(self, ranks: Sequence[int], now: float) -> None:
+        """Beat to members from now on, and expect to hear them."""
+        for rank in set(ranks) - self.near:
+            self.peers[rank].last = max(self.peers[rank].last, now - self.seconds / 2)
+            self.near.add(rank)
+
+    def own_beat(self, now: float, places: dict[int, Any] | None = None) -> dict[str, Any]:
+        """What members say to each other while all is well."""
         return {"beat": {**self.run, "hears": self.alive(now, heard=True), "places": places}}
+
+    def under_way(self, now: float) -> dict[str, Any]:
+        """What a process that is no member gets to know of the run: where it may ask."""
+        return self.own_beat(now, {rank: self.peers[rank].address for rank in self.hubs if rank != self.me})
 
     def send(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
         """Send something to some processes."""
@@ -211,8 +257,12 @@ class Beacon:
             if beat["number"] > self.run["number"] and self.me not in beat["members"]:
                 self.notify_parent({"expelled": beat["number"]})
             if same and sender in self.members:
-                same.last, same.hears, same.refused = now, beat["hears"], 0
-                same.id, same.count = message["id"], message["count"]
+                same.last, same.refused, same.id, same.count = now, 0, message["id"], message["count"]
+                if beat["number"] == self.run["number"]:  # else it does not know all members
+                    same.hears_me = self.me in beat["hears"]
+                    same.hears = beat["hears"] if sender in self.hubs else None
+                if sender not in self.near:
+                    same.send(self.sealed(self.own_beat(now)))
 
     def admits(self, message: dict[str, Any], place: Sequence[Any], now: float) -> bool:
         """Whether a process that wants to join is where it says, and nobody is heard whose rank it has."""
@@ -233,14 +283,26 @@ class Beacon:
         return True
 
     def alive(self, now: float, *, heard: bool = False) -> list[int]:
-        """The members that live: each is heard, and hears this one. ``heard``: those that are heard."""
+        """The members that live: each is heard, and hears this one. ``heard``: those that are heard.
+
+        Of those that are not near: the ones that hubs hear.
+        """
+        hubs = [self.peers[rank] for rank in self.hubs if rank != self.me and self.hears(rank, now)]
+        if words := [peer.hears for peer in hubs if peer.hears is not None]:
+            self.believed = set().union(*words)
         return [
             rank
             for rank in self.members
-            if not self.ended(rank)
-            and now - (peer := self.peers[rank]).last < self.seconds
-            and (heard or peer.hears is None or self.me in peer.hears)
+            if (
+                self.hears(rank, now) and (heard or self.peers[rank].hears_me)
+                if rank in self.near
+                else rank in self.believed and not self.ended(rank)
+            )
         ]
+
+    def hears(self, rank: int, now: float) -> bool:
+        """Whether a member was heard lately."""
+        return not self.ended(rank) and now - self.peers[rank].last < self.seconds
 
     def ended(self, rank: int) -> bool:
         """Whether the process that was this member is known to be gone."""
@@ -252,8 +314,7 @@ class Beacon:
         if self.run and alive != self.reported:
             lost = {
                 rank: "its process ended" if self.ended(rank) else f"silent for {self.seconds:g} s"
-                for rank, peer in self.peers.items()
-                if rank in self.members and rank not in alive
+                for rank in sorted(set(self.members) - set(alive))
             }
             if self.notify_parent({"alive": alive, "lost": lost, "ended": [rank for rank in lost if self.ended(rank)]}):
                 self.reported = alive

@@ -233,7 +233,10 @@ class Distributed(Changing[Processes]):
         unseen = self.progress.unseen
         complete = self.seen.observed == self._steps - len(unseen) and not self.progress.between_phases
         complete = complete and not (self._definition.stream and unseen)  # its epochs are known where it is drawn
-        how_stopped = {"step": self._steps if self._whole else None, "open": complete, "each": self._on_each}
+        how_stopped = {
+            "step": self._steps if self._whole else None, "open": complete, "each": self._on_each,
+            "wide": self._stuck > 1,  # maybe a link is cut that no hub has
+        }  # fmt: skip
         return self._world.agree_anew(how_stopped, self._least)
 
     def _entered(self, chosen: dict[str, Any] | None) -> tuple[Any, Processes]:
@@ -260,14 +263,15 @@ class Distributed(Changing[Processes]):
     def _share(self, chosen: dict[str, Any]) -> None:
         """Have the whole state here: give it to members that have not got it, or take it from the one that has."""
         me, progress, seen = self._world.members.me, self.progress, self.seen
-        if me == chosen["source"] and chosen["behind"]:
+        behind = self._world.behind(self._steps if self._whole else -1, chosen["step"])
+        if me == chosen["source"] and behind:
             reports = [
                 report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *progress.unseen)
             ]
             more = {"reports": [report._asdict() for report in reports], "observed": self._steps - len(progress.unseen)}
             content = _sent(self._captured(), seen, **more)
-            self._world.send(content, chosen["behind"])
-        elif me in chosen["behind"]:
+            self._world.send(content, behind)
+        elif me in behind:
             captured, history = unpacked(self._world.receive(chosen["source"]))
             with self._framework.environment:
                 self._framework.adopt(captured)
@@ -281,8 +285,6 @@ class Distributed(Changing[Processes]):
             progress.samples = history["samples"]
             if self._framework.sharing.averages:
                 seen.waiting.update(states_in(history, captured.training))
-        if (self._steps, self._whole) != (chosen["step"], True) and me not in chosen["behind"]:
-            raise RunError(f"this process has done {self._steps} steps where {chosen['step']} were agreed on")
         self._whole, self._fresh, progress.leads = True, False, chosen["keeper"] == me
 
     def _captured(self) -> Captured:

@@ -28,6 +28,7 @@ from phalanx.plan.membership import Addressed, Agreement, Message, quorum
 from phalanx.surroundings import interrupts, presence
 
 TICK_SECONDS = 0.05
+NAMED = 5  # lost members in a message
 PINGS = 8  # within lost_after: looks whether the process beside this one answers
 MOST_STARTS = 10  # of that process, without an answer
 FAILED, CLOSED, DONE, LEAVES = "failed", "closed", "done", "leaves"  # ways to leave; what the others do then
@@ -146,8 +147,11 @@ class Members:
         self._asked, self._pinged = False, time.monotonic()
         self._start()
 
-    def begin(self, run: int, number: int, places: dict[int, Place]) -> None:
-        """An incarnation begins. Processes that were members before are told of it now and then: they may come back."""
+    def begin(self, run: int, number: int, places: dict[int, Place], *, wide: bool = False) -> None:
+        """An incarnation begins. Processes that were members before are told of it now and then: they may come back.
+
+        ``wide``: all members have to hear all others, not only the hubs.
+        """
         self.run, self.number, self.ranks = run, number, sorted(places)
         self.places |= places
         # Before a run is known, the last words of the one before may still come.
@@ -155,11 +159,11 @@ class Members:
         self.alive = [rank for rank in self.ranks if rank != self.me]
         self.joining, self._lost, self._ended, self._waiting, self._half = {}, {}, set(), [], None
         facts = {"run": run, "number": number, "members": self.ranks}
-        self._tell_members({"peers": self.places, "members": self.ranks, "run": facts})
+        self._tell_members({"peers": self.places, "members": self.ranks, "run": facts, "wide": wide})
 
     def look_for(self, places: dict[int, Place]) -> None:
         """Before a run: know where members of one that is under way may be."""
-        self._tell_members({"peers": places, "members": [], "run": {}})
+        self._tell_members({"peers": places, "members": [], "run": {}, "wide": False})
 
     def say(self, to: Sequence[int], message: Message) -> None:
         """Send a message to the processes beside others; it may be lost."""
@@ -234,7 +238,7 @@ class Members:
         PeersLostError
             So many members are lost that those who are left may not go on.
         """
-        agreement = Agreement(self.me, self.ranks, propose, self.able)
+        agreement = Agreement(self.me, self.ranks, propose, self.able, beacon.HUBS)
         began = since = due = time.monotonic()
         while agreement.chosen is None:
             interrupts.check()
@@ -249,12 +253,14 @@ class Members:
             # more, and the others agree without it. The last bound is for members that hear each other and still come
             # to no value. Not covered: anything faster for a hang. A member that hangs between steps costs the others
             # `deadline_seconds`.
-            late = self.alive if now - began < patience else [rank for rank in self.alive if rank in agreement.stopped]
+            # Only hubs know who has stopped; others leave it to them.
+            waits = now - began < patience or self.me not in self.hubs
+            late = self.alive if waits else [rank for rank in self.alive if rank in agreement.stopped]
             since = now if self._hopeful([self.me, *late]) else since
             over = now - since > self.seconds or now - began > 2 * patience + self.seconds
             if over or not self._hopeful(set(self.ranks) - self._ended):
                 silent = [f"process {rank} does not answer" for rank in self.ranks if rank not in agreement.stopped]
-                lost = "; ".join([*map(self.spelled, self._lost)] or silent)
+                lost = "; ".join(([*map(self.spelled, self._lost)] or silent)[:NAMED])
                 half = "with the lowest" if self.folder is None else f"that is first in {str(self.folder)!r}"
                 raise PeersLostError(
                     f"{lost}. Of {len(self.ranks)} members only a majority goes on, or the half {half}"
@@ -280,9 +286,16 @@ class Members:
         self.close()
 
     def finish(self) -> bool:
-        """Tell the others that this member has done all steps; returns whether all that live have."""
-        self.say(self.alive, {"kind": "done"})
+        """Tell the others that this member has done all steps; returns whether all that live have. Hubs tell all."""
+        self.done.add(self.me)
+        to = self.alive if self.me in self.hubs else self.hubs
+        self.say(to, {"kind": "done", "finished": sorted(self.done)})
         return self.done.issuperset(set(self.alive) - self.left.keys())
+
+    @property
+    def hubs(self) -> list[int]:
+        """The members that hear all others, and lead: the lowest that live."""
+        return sorted([self.me, *self.alive])[: beacon.HUBS]
 
     def close(self) -> None:
         """End the process beside this one."""
@@ -399,19 +412,29 @@ class Members:
         elif kind == "prove":
             self._proofs[sender] = message["proof"]
         elif kind in ("done", "refused"):
-            self.done |= {sender} if kind == "done" else set()
+            self.done |= set(message.get("finished", ()))
             self.refused = self.refused or kind == "refused"
+        elif not self._possible(message):
+            self.door.dropped[messages.MALFORMED] += 1
         elif number == self.number + 1 and sender in self.ranks:
             self._waiting.append((sender, message))
         elif number in self._past and kind != "chosen":
             self.say([sender], {"kind": "chosen", "value": self._past[number], "number": number})
+
+    def _possible(self, message: Message) -> bool:
+        """Whether what others want to be the next incarnation can follow this one."""
+        value = message.get("value") or message.get("accepted", [0, None])[1]
+        if value is None or message["number"] != self.number + 1:
+            return True
+        named = {value["keeper"], *value["lost"], *([] if value["wrong"] else [value["source"]])}
+        return (value["run"], value["number"]) == (self.run, self.number + 1) and named <= set(self.ranks)
 
     def _answer(self, sender: int, message: Message, place: Place) -> None:
         """Note that a process wants to join, refuse it, or tell it which incarnation has it."""
         chosen = self._past.get(self.number)
         if message["facts"] != self.facts:
             self.say([sender], {"kind": "refused"})
-        elif chosen is not None and chosen["places"].get(str(sender)) == place:
+        elif chosen is not None and chosen["joined"].get(str(sender), [])[:2] == place:
             self.say([sender], {"kind": "chosen", "value": chosen, "number": self.number})
         else:
             self.left.pop(sender, None)

@@ -5,24 +5,28 @@ dropped and counted, and no exception leaves the door. A text comes out of it as
 whoever takes a message from here may rely on its form.
 
 A message is JSON behind a MAC. Without a secret everybody can make its key (``key_of``): then it keeps jobs apart, and
-guards against nobody. This file uses the standard library alone.
+guards against nobody. A datagram is never longer than MOST_BYTES, so none is cut into fragments: sets of ranks travel
+as bits, and what is said of members is what has changed. This file uses the standard library alone.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import hmac
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 VERSION = b"1"
 MAC_BYTES = 32
-MOST_BYTES = 60_000  # of a datagram; so its lists are bounded, too
-TEXT, WORD = 4000, 64  # characters
-MANY = 1 << 20  # members, where nobody says how many there are; workers or processors of a host
+MOST_BYTES = 1200  # of a datagram: it fits into one packet nearly everywhere
+MOST_MEMBERS = 2048  # of a world
+NEWCOMERS = 3  # that an incarnation takes in; others ask again
+TEXT, WORD, HOST = 600, 64, 100  # characters
+MANY = 1 << 20  # workers or processors of a host
 WAYS = "ended", "failed", "closed", "done", "leaves"
 FOREIGN, OTHER_VERSION, MALFORMED = "of another job", "of another version", "malformed"
 Read = Callable[[Any], Any]  # takes a value as JSON has it; returns it made harmless, and raises if it does not fit
@@ -36,16 +40,17 @@ KINDS = {
     # What "say" may be: a newcomer's words, then those of an agreement (``plan.membership``).
     "join": "kind facts host sees proof",
     "prove": "kind proof",  # what a join has to have in it before it counts
-    "done": "kind",
+    "done": "kind finished",
     "refused": "kind",
-    "stopped": "kind number step? open each hears",
+    "stopped": "kind number step? open each wide hears",
     "prepare": "kind number ballot",
     "promise": "kind number ballot accepted",
     "accept": "kind number ballot value",
     "accepted_by": "kind number ballot",
     "chosen": "kind number value",
 }
-INCARNATION = "run number wrong step? places hosts joined lost source behind keeper each shared store"
+INCARNATION = "run number wrong step? lost joined source keeper each shared wide store"
+BITS = "members", "hears", "finished", "lost"  # sets of ranks
 # What a process puts into the store of its world when a run begins: those of these that others print or compute with.
 ABOUT = "doubts host cores place"
 
@@ -79,6 +84,21 @@ def text(most: int) -> Read:
         return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in value)
 
     return read
+
+
+def bits(ranks: Iterable[int]) -> str:
+    """A set of ranks as a text."""
+    number = 0
+    for rank in ranks:
+        number |= 1 << rank
+    return base64.b64encode(number.to_bytes((number.bit_length() + 7) // 8, "little")).decode()
+
+
+def ranks_of(value: str, size: int) -> list[int]:
+    """The ranks in a text that ``bits`` has made; there are none from ``size`` on."""
+    number = int.from_bytes(base64.b64decode(value, validate=True), "little")
+    fits(number >> size == 0)
+    return [rank for rank, bit in enumerate(bin(number)[:1:-1]) if bit == "1"]
 
 
 def flag(value: Any) -> bool:
@@ -118,10 +138,10 @@ class Door:
         How many messages did not fit, by why.
     """
 
-    def __init__(self, key: bytes, size: int = MANY) -> None:
+    def __init__(self, key: bytes, size: int = MOST_MEMBERS) -> None:
         self.key, self.size, self.dropped = key, size, Counter[str]()
         rank, number, port, long = whole(0, size - 1), whole(0), whole(1, 65535), text(TEXT)
-        place, ballot = row(text(WORD * 4), port), row(number, whole(-1))
+        place, ballot = row(text(WORD), port), row(number, whole(-1))
 
         def name(value: str) -> str:
             fits(str(rank(int(value))) == value)
@@ -132,16 +152,17 @@ class Door:
             (whole(-1), "step source newest"),
             (port, "port"),
             (rank, "from keeper"),
-            (several(rank), "members hears joined lost behind"),
+            (lambda value: ranks_of(value, size), "members hears finished lost"),
             (whole(1, MANY), "each"),
             (several(whole(0, MANY)), "cores"),
-            (flag, "open sees shared"),
+            (flag, "open sees shared wide"),
             (text(WORD), "kind facts proof hello welcome"),
-            (long, "why wrong host"),
+            (long, "why wrong"),
+            (text(HOST), "host"),
             (lambda value: WAYS[WAYS.index(value)], "way"),
             (place, "place store"),
             (table(name, place), "places"),
-            (table(name, long), "hosts"),
+            (table(name, row(text(WORD), port, text(HOST))), "joined roster"),
             (table(long, long), "doubts"),
             (ballot, "ballot"),
             (self._chosen, "value"),
@@ -157,7 +178,8 @@ class Door:
 
     def seal(self, message: Any, where: str = "") -> bytes:
         """A message as it travels, or as it lies in a store at this key."""
-        body = VERSION + json.dumps(message, default=repr).encode()
+        content = message if where else _packed(message)
+        body = VERSION + json.dumps(content, default=repr, separators=(",", ":")).encode()
         return self.mac(where.encode() + body) + body
 
     def open(self, data: bytes) -> dict[str, Any] | None:
@@ -204,7 +226,19 @@ class Door:
     def _chosen(self, value: Any) -> dict[str, Any]:
         """An incarnation whose parts go with each other."""
         read = self._record(INCARNATION, value)
-        members = set(map(int, read["places"]))
-        fits(read["places"].keys() == read["hosts"].keys() and members.issuperset(read["joined"] + read["behind"]))
-        fits(read["keeper"] in members and (read["wrong"] or read["source"] in members))
+        fits(read["keeper"] not in read["lost"] and (read["wrong"] or read["source"] not in [-1, *read["lost"]]))
+        fits(len(read["joined"]) <= NEWCOMERS)
         return read
+
+
+def _packed(value: Any) -> Any:
+    """A message with its sets of ranks as texts."""
+    if not isinstance(value, (dict, list)):
+        return value
+    if isinstance(value, list):
+        return [_packed(item) for item in value]
+    return {name: bits(item) if name in BITS and _is_set(item) else _packed(item) for name, item in value.items()}
+
+
+def _is_set(value: Any) -> bool:
+    return type(value) is list and all(type(rank) is int and 0 <= rank < MOST_MEMBERS for rank in value)

@@ -29,7 +29,7 @@ from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, Rendezvous, answer, ends, in_thread, towards
 from phalanx.engines.hosts.members import CLOSED, LEAVES, Farewell, Members
-from phalanx.engines.hosts.messages import Door, key_of
+from phalanx.engines.hosts.messages import MOST_MEMBERS, NEWCOMERS, Door, key_of
 from phalanx.engines.hosts.stores import (
     POLL_SECONDS,
     SECRET,
@@ -53,7 +53,8 @@ SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwh
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
 CONNECTED = datetime.timedelta(seconds=20)  # until members that have agreed reach their store
 PIECE = 64 << 20  # bytes of a state that travel at once
-LONGEST = 1000  # characters of an error that are told to others
+LONGEST = 600  # characters of an error that are told to others
+TRIES = 3  # to get who is a member
 ERRORS = {LEAVES: PeersLostError, CLOSED: LeftError}  # what the others of a run get, by how a process leaves it
 ENDED = ". So it has ended here, too"
 OPEN = (
@@ -98,6 +99,11 @@ class World:
         self.seconds = SECONDS if seconds is None else seconds
         RUNS[0] += 1
         self.rank, self.size, address, port = surroundings()
+        if self.size > MOST_MEMBERS:
+            raise UsageError(
+                f"WORLD_SIZE is {self.size}, and a run over hosts has at most {MOST_MEMBERS} processes; start one process "
+                "on each host, which has workers for all its processors, or one for each device"
+            )
         own, there = ends(address)
         secret = secret_of(secret_file)
         if self.rank == 0 and RUNS[0] == 1:
@@ -203,19 +209,20 @@ class World:
         if (final := self.members.final) is not None:
             rank, (way, why) = final
             raise ERRORS.get(way, RunError)(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
-        if str(self.members.me) not in chosen["places"]:
+        if self.members.me in chosen["lost"]:
             raise PeersLostError(f"the other members go on without {self.named(self.members.me)}: they did not hear it")
         if chosen["wrong"]:
             raise PeersLostError(chosen["wrong"])
-        return chosen
+        stay = {rank for rank in self.members.ranks if rank not in chosen["lost"]}
+        return _whole(chosen, {rank: [*self.members.places[rank], self._hosts[rank]] for rank in stay})
 
     def next(self, chosen: Mapping[str, Any]) -> None:
         """Begin the incarnation that was agreed on. Raises a SeveredError if a member has fallen meanwhile."""
-        places = {int(rank): place for rank, place in chosen["places"].items()}
+        places = {rank: each[:2] for rank, each in chosen["roster"].items()}
         # What a process said before its rank was started again does not count any more.
         self.members.left = {rank: each for rank, each in self.members.left.items() if rank not in chosen["joined"]}
-        self.members.begin(chosen["run"], chosen["number"], places)
-        self._hosts = {int(rank): host for rank, host in chosen["hosts"].items()}
+        self.members.begin(chosen["run"], chosen["number"], places, wide=chosen["wide"])
+        self._hosts = {rank: host for rank, (_, _, host) in chosen["roster"].items()}
         self.keeper = chosen["keeper"]
         self.members.folder = self.run_dir if chosen["shared"] else None
         self.run, self._tcp = chosen["run"] + chosen["number"], tuple(chosen["store"])
@@ -238,13 +245,27 @@ class World:
         UsageError
             The others train another recipe, or in another environment.
         """
-        chosen = self.members.join(_host())
-        if self.members.refused:
-            raise UsageError(
-                "a run is under way on these hosts, and its recipe, options, library versions or numeric environment "
-                "are others than those of this process; start it with the same, or end that run first"
-            )
-        return chosen
+        why: Exception | None = None
+        for _ in range(TRIES):
+            chosen = self.members.join(_host())
+            if self.members.refused:
+                raise UsageError(
+                    "a run is under way on these hosts, and its recipe, options, library versions or numeric "
+                    "environment are others than those of this process; start it with the same, or end that run first"
+                )
+            if chosen is None:
+                return None
+            try:
+                return _whole(chosen, in_thread(functools.partial(self._roster, chosen), interrupts.check))
+            except Exception as error:  # whatever torch has
+                why = error
+        raise PeersLostError(f"this process was let in {TRIES} times, but the members' store cannot be reached: {why}")
+
+    def _roster(self, chosen: Mapping[str, Any]) -> dict[int, list[Any]]:
+        """Who stays, as the one who let this process in has told: others knew that."""
+        store = TCP(*chosen["store"], timeout=CONNECTED)
+        known = Values(store, self._door, lambda do: do(), f"{chosen['run']}/").take(f"roster/{chosen['number']}")
+        return {int(rank): each for rank, each in known.items()}
 
     def _look(self) -> None:
         interrupts.check()
@@ -278,24 +299,30 @@ class World:
         steps = {rank: stopped[rank]["step"] for rank in group if stopped[rank]["step"] is not None}
         source = min(steps, key=lambda rank: (-steps[rank], rank), default=-1)
         able = bool(steps) and stopped[source]["open"]
-        joining = {rank: facts for rank, facts in members.joining.items() if able and rank not in group}
+        joining = {rank: facts for rank, facts in sorted(members.joining.items()) if able and rank not in group}
+        joining = dict(list(joining.items())[:NEWCOMERS])
         wrong = "" if steps else "no member has the state of a whole step any more; start again"
         if len(group) + len(joining) < least:
             wrong = f"min_hosts is {least}, and {len(group)} members are left; start again when there are more"
         self._own = self._own or served(members.place[0], 0, CONNECTED)
-        everybody = sorted([*group, *joining])
-        hosts = self._hosts | {rank: facts["host"] for rank, facts in joining.items()}
-        places = members.places | {rank: facts["place"] for rank, facts in joining.items()}
+        if joining:  # they know nobody yet
+            roster = {str(rank): [*members.places[rank], self._hosts[rank]] for rank in group}
+            Values(self._own, self._door, lambda do: do(), f"{members.run}/").put(f"roster/{members.number + 1}", roster)
         proposed = {
             "run": members.run, "number": members.number + 1, "wrong": wrong, "step": steps.get(source),
-            "places": {rank: places[rank] for rank in everybody}, "hosts": {rank: hosts[rank] for rank in everybody},
-            "joined": sorted(joining), "lost": sorted(set(members.ranks) - set(group)), "source": source,
-            "behind": [rank for rank in everybody if steps.get(rank) != steps.get(source)],
+            "lost": sorted(set(members.ranks) - set(group)), "source": source,
+            "joined": {rank: [*facts["place"], facts["host"]] for rank, facts in joining.items()},
             "keeper": self.keeper if self.keeper in group else min(group), "each": stopped[members.me]["each"],
             "shared": members.folder is not None and all(facts["sees"] for facts in joining.values()),
-            "store": [members.place[0], self._own.port],
+            "wide": any(facts["wide"] for facts in stopped.values()), "store": [members.place[0], self._own.port],
         }  # fmt: skip
         return json.loads(json.dumps(proposed))  # as others get it
+
+    def behind(self, step: int, agreed: int) -> list[int]:
+        """The members that have not the state of a step; ``step``: of the state here, -1 if it is lost."""
+        gathered = torch.empty(self.size, dtype=torch.int64)
+        self._met.gather(gathered.view(torch.uint8), torch.tensor([step]).view(torch.uint8))
+        return [rank for rank, theirs in zip(self.members.ranks, gathered.tolist(), strict=True) if theirs != agreed]
 
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
         """Where this process's workers find those of others."""
@@ -374,6 +401,12 @@ class World:
         return f"process {rank} on {self._names[rank]}" if rank in self._names else f"process {rank}"
 
 
+def _whole(chosen: Mapping[str, Any], stay: Mapping[int, list[Any]]) -> dict[str, Any]:
+    """An incarnation with all that its members know of it, as what travels has only what is new."""
+    joined = {int(rank): each for rank, each in chosen["joined"].items()}
+    return {**chosen, "joined": sorted(joined), "roster": {**stay, **joined}}
+
+
 def in_rows(hosts: Sequence[str]) -> int:
     """How many hosts there are, if each has equally many processes, at least two, one after another; else 1."""
     count = len(set(hosts))
@@ -415,7 +448,8 @@ def _differing(rank: int, own: int, name: str, theirs: Any, value: Any) -> str:
 
 def _host() -> str:
     """What this host is called, and what tells network namespaces of one machine apart."""
+    name = socket.gethostname()[:64]
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/net')}"
-    return socket.gethostname()
+        return f"{name} {hashed([boot, os.readlink('/proc/self/ns/net')]).hex()[:16]}"
+    return name
