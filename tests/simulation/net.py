@@ -146,6 +146,9 @@ class Datagrams(File):
     def setblocking(self, _):
         """Only sockets that do not wait are simulated."""
 
+    def setsockopt(self, *_):
+        """How much they take is ``ROOM``."""
+
     def bind(self, place):
         address, port = place[0], place[1] or 50_000 + next(self.net.count)
         if (address, port) in self.net.bound and not self.net.bound[address, port].gone():

@@ -157,7 +157,8 @@ class Agreement:
         if not self._able(self._votes):
             return []
         self.chosen = self._proposal
-        return [Addressed(to, {"kind": "chosen", "value": self.chosen}) for to in self._members if to != self._me]
+        told = {"kind": "chosen", "value": self.chosen}
+        return [Addressed(to, told) for to in self._members if to != self._me]
 
     def _chosen(self, sender: int, message: Message) -> list[Addressed]:
         self.chosen = message["value"]

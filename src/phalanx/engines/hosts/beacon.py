@@ -22,6 +22,7 @@ import contextlib
 import json
 import math
 import os
+import resource
 import secrets
 import select
 import socket
@@ -41,6 +42,7 @@ BEATS = 20  # within the time after which a silent member counts as lost
 FAREWELLS, FAREWELL_SECONDS = 4, 0.03  # how often the last word is said, and the time between
 JOIN_SECONDS = 0.2  # between two tries to join
 TOLD_SECONDS = 3600.0  # for which a lost member's last address is told of the run
+MEANWHILE, OVERTAKEN = 16, 1_000_000  # messages, and microseconds, by which one may be overtaken
 HUBS = 3  # members that hear all others
 LOOKS = 20  # within a beat, at who lives
 REFUSED = 2  # datagrams in a row that a host refuses: nobody listens there any more
@@ -49,13 +51,24 @@ REFUSED = 2  # datagrams in a row that a host refuses: nobody listens there any 
 class Peer:
     """Another process: where it is, and what was heard of it."""
 
+    __slots__ = "address", "gone", "hears", "hears_me", "id", "last", "proved", "recent", "refused", "socket"
+
     def __init__(self, address: Sequence[Any], now: float) -> None:
         self.address, self.last, self.refused, self.gone = tuple(address), now, 0, False
         self.hears_me = True  # as far as it has said
         self.hears: list[int] | None = None  # whom it hears, of a hub
         self.id: int | None = None
-        self.proved, self.count = False, -1  # whether it asked to join; the last message that it numbered
+        self.proved = False  # whether it asked to join
+        self.recent: tuple[int, ...] = ()  # the numbers of its last messages
         self.socket: socket.socket | None = None
+
+    def repeats(self, count: int) -> bool:
+        """Whether a message with this number came before, or is older than one that overtakes another."""
+        return count in self.recent or count < max(self.recent, default=0) - OVERTAKEN
+
+    def note(self, count: int) -> None:
+        """A message has come."""
+        self.recent = (*self.recent[1 - MEANWHILE :], count)
 
     def send(self, data: bytes) -> None:
         """Send a datagram; a host that has no such port any more says so with the next one."""
@@ -235,10 +248,10 @@ class Beacon:
         sender, place, beat = message["from"], [address[0], message["port"]], message.get("beat")
         peer = self.peers.get(sender)
         same = peer if peer is not None and peer.id in (None, message["id"]) else None  # else another process was there
-        if sender == self.me or (same and same.id is not None and message["count"] <= same.count):
+        if sender == self.me or (same and same.id is not None and same.repeats(message["count"])):
             return  # somebody says again what was said
         if same and same.id is not None:
-            same.count = message["count"]
+            same.note(message["count"])
         if "look" in message:
             if self.run and sender not in self.members:
                 self.answer(place, self.under_way(now))
@@ -257,7 +270,9 @@ class Beacon:
             if beat["number"] > self.run["number"] and self.me not in beat["members"]:
                 self.notify_parent({"expelled": beat["number"]})
             if same and sender in self.members:
-                same.last, same.refused, same.id, same.count = now, 0, message["id"], message["count"]
+                same.last, same.refused = now, 0
+                if same.id is None:
+                    same.id, same.recent = message["id"], (message["count"],)
                 if beat["number"] == self.run["number"]:  # else it does not know all members
                     same.hears_me = self.me in beat["hears"]
                     same.hears = beat["hears"] if sender in self.hubs else None
@@ -279,7 +294,7 @@ class Beacon:
                 return False
             self.replaced |= {sender} & set(self.members)
             self.peers[sender] = peer = Peer(place, now)
-        peer.id, peer.count, peer.proved = message["id"], message["count"], True
+        peer.id, peer.recent, peer.proved = message["id"], (message["count"],), True
         return True
 
     def alive(self, now: float, *, heard: bool = False) -> list[int]:
@@ -338,5 +353,7 @@ def state(pid: int) -> bytes:
 if __name__ == "__main__":
     PIPE, AIR = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     AIR.setblocking(False)
+    with contextlib.suppress(ValueError, OSError):  # a hub has a socket for each member
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with contextlib.suppress(KeyboardInterrupt, ConnectionError):
         Beacon(PIPE, AIR, json.loads(PIPE.recv(BUFFER))).serve()

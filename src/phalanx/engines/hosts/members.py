@@ -367,8 +367,9 @@ class Members:
             self._tell({"ping": True})
 
     def _send(self, said: Sequence[Addressed]) -> None:
-        for to, message in said:
-            self.say([to], {**message, "number": self.number + 1})
+        # One order for all who get the same: as many as there are members would not fit into the pipe.
+        for message in {id(message): message for _, message in said}.values():
+            self.say([to for to, each in said if each is message], {**message, "number": self.number + 1})
 
     def _hear(self, seconds: float) -> None:
         """Take what the process beside this one has heard."""
@@ -445,6 +446,7 @@ def _listening(address: str, port: int) -> socket.socket:
     """A socket for datagrams at this port, or at any if that is taken."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     air = socket.socket(family, socket.SOCK_DGRAM)
+    air.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, beacon.BUFFER)  # for many who speak at once; as far as allowed
     try:
         air.bind((address, port))
     except OSError:
