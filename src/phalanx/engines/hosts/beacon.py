@@ -167,7 +167,10 @@ class Beacon:
                 self.peers[int(rank)] = new = Peer(address, now)
                 new.id = known.id if known and known.proved else None  # else its first beat says that
         self.members = [rank for rank in order["members"] if rank != self.me]
-        self.run, self.reported, self.next, self.replaced = order["run"], None, now, set()
+        self.run, self.reported, self.replaced = order["run"], None, set()
+        # Beats come one after another, as many at once would not all find room at a hub.
+        turn = sum(rank < self.me for rank in self.members) / (1 + len(self.members))
+        self.next = now + self.every * turn
         self.near, self.believed, self.wide = set(), set(self.members), order["wide"]
         self.choose_hubs(now)
         self.salt = secrets.token_hex(16)

@@ -182,10 +182,13 @@ class Members:
             raise PeersLostError(
                 f"the other members did not hear process {self.me} for {self.seconds:g} s and went on without it"
             )
-        away = [rank for rank in self.ranks if rank in self.left and self.left[rank].way != DONE]
-        stopped = [f"process {sender} has stopped" for sender, _ in self._waiting]
-        wanted = [f"process {rank} wants to join" for rank in self.joining if self.open and self.me == min(self.ranks)]
-        return next(iter([*map(self.spelled, [*away, *self._lost]), *stopped, *wanted]), "")
+        away = [rank for rank in self.left if rank in self.ranks and self.left[rank].way != DONE]
+        if away or self._lost:
+            return self.spelled(min(away or self._lost))
+        if self._waiting:
+            return f"process {self._waiting[0][0]} has stopped"
+        wanted = self.joining if self.open and self.me == min(self.ranks) else ()
+        return f"process {min(wanted)} wants to join" if wanted else ""
 
     def spelled(self, rank: int) -> str:
         """What became of a member."""
