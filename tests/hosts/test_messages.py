@@ -394,12 +394,12 @@ def test_a_lost_member_is_told_of_the_run_for_a_bounded_time(member, monkeypatch
     facts = {"me": 0, "id": 5, "key": KEY.hex(), "size": SIZE, "port": 9, "seconds": 2.0}
     made = beacon.Beacon(pipes[0], air, facts)
     run = {"run": RUN, "number": 1, "members": [0]}
-    made.configure({"peers": {"2": there.place}, "members": [0], "run": run})
+    made.configure({"peers": {"2": there.place}, "members": [0], "run": run, "wide": False})
     made.beat()
     time.sleep(0.05)
     assert [each["beat"]["run"] for each in there.heard()] == [RUN]
     made.peers[2].last -= beacon.TOLD_SECONDS  # planted: it fell long ago
-    made.configure({"peers": {"2": there.place}, "members": [0], "run": run | {"number": 2}})
+    made.configure({"peers": {"2": there.place}, "members": [0], "run": run | {"number": 2}, "wide": False})
     made.beat()
     time.sleep(0.05)
     assert there.heard() == []

@@ -120,6 +120,10 @@ class ManyNet(Net):
     def __init__(self, schedule):
         super().__init__(schedule)
         self.sent, self.bytes = collections.Counter(), collections.Counter()
+        self.silent = set()  # hosts without power
+
+    def passes(self, sender, to):
+        return super().passes(sender, to) and not self.silent & {sender, to}
 
     def arrival(self, sender, to):
         return super().arrival(sender, to) + (0 if sender == to else self.schedule.random.uniform(0, net.LATENCY))
@@ -146,6 +150,10 @@ class Many:
         Links that are cut in that direction.
     back : collection of int
         The fallen that start again, once the others have agreed.
+    longest : float
+        Seconds to wait for that.
+    times : int
+        How often they have to agree before.
 
     Attributes
     ----------
@@ -153,17 +161,17 @@ class Many:
         What each member has agreed on, and when: (moment, incarnation).
     """
 
-    def __init__(self, size, seed, fallen=(), cut=(), back=()):
+    def __init__(self, size, seed, fallen=(), cut=(), back=(), longest=LONGEST, times=1):
         self.size, self.fallen, self.links, self.back = size, set(fallen), set(cut), list(back)
         self.schedule = Events(seed)
         self.net = ManyNet(self.schedule)
         self.agreed = collections.defaultdict(list)
         self.worlds, self.ends, self.places, self.rosters, self.stopped = {}, {}, {}, {}, {}
-        self.struck_at = math.inf
+        self.struck_at, self.longest, self.times = math.inf, longest, times
 
     def run(self):
         """Run until all that go on have agreed, and those that come back are members."""
-        names = {**self.net.names(), "presence": SimpleNamespace(own=bool), "BEATS": BEATS, "in_thread": self.asked}
+        names = {**self.net.names(), "presence": SimpleNamespace(own=bool), "BEATS": BEATS, "in_thread": self.asked, "_host": lambda: "back"}
         names |= {"os": SimpleNamespace(getpid=lambda: 1, getppid=lambda: 1), "state": lambda _: b"S", "TCP": self.store}
         with replaced((beacon, members, world), names), replaced((net,), {"ROOM": ROOM}):
             door = Door(key_of(b"", "many"), self.size)
@@ -237,9 +245,11 @@ class Many:
         self.net.cut |= self.links
         for process in [each for each in self.schedule.living if each.rank in self.fallen]:
             self.schedule.kill(process)
-        self.until(lambda: self.all_have(1))
+            self.net.silent.add(process.rank)
+        self.until(lambda: self.all_have(self.times))
         door = Door(key_of(b"", "many"), self.size)
         for rank in self.back:
+            self.net.silent.discard(rank)
             self.schedule.start(Process(rank, 1), "main", lambda rank=rank: self.return_(rank, door))
         if self.back:
             self.until(lambda: all(rank in self.newest for rank in self.back))
@@ -248,7 +258,7 @@ class Many:
             self.schedule.kill(process)
 
     def until(self, ready):
-        while not ready() and self.schedule.now < LONGEST - 1:
+        while not ready() and self.schedule.now < self.longest:
             self.schedule.wait(seconds=0.05)
 
     def all_have(self, count):

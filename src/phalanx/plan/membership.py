@@ -59,7 +59,7 @@ class Agreement:
     able : callable
         ``able(some)``: whether some members are a quorum.
     few : int
-        To how many of the lowest that live a member says how it has stopped: the lowest one leads.
+        To how many of the lowest that live a member says how it has stopped; the lowest one leads. They say it to all.
 
     Attributes
     ----------
@@ -90,7 +90,8 @@ class Agreement:
         if self.chosen is not None:
             return []
         here = {self._me, *alive} & set(self._members)
-        said = self._stop(how_stopped, sorted(here)[: self._few])
+        few = sorted(here)[: self._few]
+        said = self._stop(how_stopped, sorted(here) if self._me in few else few)
         self._wait -= 1
         if self._wait < 0 and min(here) == self._me and here <= self.stopped.keys():
             proposal = self._propose({member: self.stopped[member] for member in sorted(here)})

@@ -10,7 +10,7 @@ Beats grow as the members, not as their square: everybody beats to the three low
 These beat to all, and say whom they hear. So who is a hub knows by itself who lives, and others have its word. Whoever
 gets a beat from one that it does not count on answers it, as the two do not see the same hubs. Not covered: a link
 between two others that is cut while both reach the hubs. Their exchange ends then, and ends again when they begin anew;
-in the incarnation after that all beat to all (``wide``).
+in the incarnation after that all beat to all (``wide``). They do so, too, once the three lowest are silent.
 
 Whoever is no member is answered once for each message, and in all at most as often in a beat as the world has
 processes. A newcomer counts once it has shown that it is where it says: it has to repeat what was sent there.
@@ -192,8 +192,8 @@ class Beacon:
 
     def choose_hubs(self, now: float) -> None:
         """Find the hubs. Who is counted on from now on has half of the time to be heard."""
-        self.hubs = []
-        for rank in sorted([*self.members, self.me]):
+        self.hubs, everybody = [], sorted([*self.members, self.me])
+        for rank in everybody:
             if rank != self.me:
                 self.count_on([rank], now)
                 if not self.hears(rank, now):
@@ -201,7 +201,8 @@ class Beacon:
             self.hubs.append(rank)
             if len(self.hubs) == HUBS:
                 break
-        if self.me in self.hubs or self.wide:
+        alone = not set(everybody[:HUBS]) & set(self.hubs)  # others may have fallen with them: asked one by one, they
+        if self.me in self.hubs or self.wide or alone:  # would cost half of the time each
             self.count_on(self.members, now)
 
     def count_on(self, ranks: Sequence[int], now: float) -> None:

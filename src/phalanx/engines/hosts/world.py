@@ -448,7 +448,7 @@ def _differing(rank: int, own: int, name: str, theirs: Any, value: Any) -> str:
 
 def _host() -> str:
     """What this host is called, and what tells network namespaces of one machine apart."""
-    name = socket.gethostname()[:64]
+    name = socket.gethostname()[:40]
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{name} {hashed([boot, os.readlink('/proc/self/ns/net')]).hex()[:16]}"

@@ -1,0 +1,196 @@
+"""Many simulated members: whoever falls, those that are left agree soon, and what each says does not grow with them."""
+
+import random
+
+import pytest
+
+from phalanx.engines.hosts import beacon, messages
+from phalanx.engines.hosts.messages import Door
+from phalanx.engines.hosts.world import World
+from phalanx.errors import PeersLostError
+from phalanx.plan.membership import Agreement
+from tests.sampling import SEED
+from tests.simulation.many import BEATS, LOST_AFTER, Many
+
+SOON = 2.0  # seconds after the silence until all have agreed
+SHARES = {"one": lambda size: 1, "a tenth": lambda size: size // 10, "a third": lambda size: size // 3}
+
+
+def fallen_of(size, count, seed):
+    """So many hosts, drawn; for every third seed the lowest ones, which hear all others."""
+    return list(range(count)) if seed % 3 == 0 else random.Random(seed).sample(range(size), count)
+
+
+def problem(many):
+    """What does not hold after a run; "" if all does."""
+    stay = [rank for rank in range(many.size) if rank not in many.fallen]
+    if many.ends:
+        return f"ended: {next(iter(many.ends.items()))}"
+    if not all(many.agreed[rank] for rank in stay):
+        return "not all have agreed"
+    if len({repr(sorted(many.agreed[rank][0][1].items())) for rank in stay}) > 1:
+        return "they have agreed on different things"
+    if set(many.agreed[stay[0]][0][1]["lost"]) != many.fallen:
+        return f"lost: {many.agreed[stay[0]][0][1]['lost']}, fallen: {sorted(many.fallen)}"
+    return "" if many.pause < LOST_AFTER + SOON else f"it took {many.pause - LOST_AFTER:.2f} s after the silence"
+
+
+def fallen(size, share, seeds):
+    """Have some fall, for each seed; returns what does not hold first."""
+    for seed in seeds:
+        if why := problem(Many(size, seed, fallen_of(size, SHARES[share](size), seed)).run()):
+            return f"seed {seed}: {why}"
+    return ""
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_members_agree_soon(share):
+    """30 members lose one, a tenth or a third at once: all others agree that it is those, within two seconds."""
+    assert fallen(30, share, range(2 * SEED, 2 * SEED + 3)) == ""
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("share", SHARES)
+def test_members_agree_soon_for_many_seeds(share, part):
+    """The same for many seeds."""
+    assert fallen(30, share, range(1000 * SEED + part, 1000 * SEED + 1000, 15)) == ""
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("share", SHARES)
+def test_a_thousand_members_agree_soon(share):
+    """The same for a thousand members."""
+    assert fallen(1000, share, [SEED]) == ""
+
+
+def returned(seed):
+    """Have some come back; returns whom members have lost since, and the newest incarnation, if all have the same."""
+    many = Many(12, seed, {0, 4, 5, 9, 11}, back=[0, 4, 9, 11]).run()
+    newest = [each[-1][1] for each in many.agreed.values() if each]
+    assert not many.ends
+    assert all(each["roster"] == many.newest for each in newest)
+    after = [chosen for each in many.agreed.values() for _, chosen in each if chosen["number"] > 1]
+    return {rank for chosen in after for rank in chosen["lost"]}, newest[0]
+
+
+def test_those_that_fell_come_back():
+    """Each asks the hubs, is let in, and is told by the one who did that who the others are; three at a time."""
+    lost, newest = returned(SEED)
+    assert not lost
+    assert set(newest["roster"]) == set(range(12)) - {5}
+    assert newest["number"] >= 3  # one without them, and at most three join at once
+
+
+def test_a_cut_that_no_hub_sees():
+    """Two that cannot reach each other part once all hear all; before, the hubs' word is believed."""
+    many = Many(8, SEED, cut={(5, 7)}, longest=8.0).run()
+    assert not many.net.passes(5, 7)
+    assert not any(many.agreed.values()), "hubs hear both"
+    wide = Many(8, SEED, {6}, cut={(5, 7)}, times=2).run()  # what falls ends the incarnation; the next one is wide
+    number, lost = max((each["number"], tuple(each["lost"])) for of in wide.agreed.values() for _, each in of)
+    assert (number, lost) == (2, (7,))
+    assert isinstance(wide.ends[7], PeersLostError)
+
+
+def beats(size, seconds=6.0):
+    """How many datagrams each member has sent, where nothing falls."""
+    many = Many(size, SEED, longest=seconds).run()
+    return [many.net.sent[rank] / many.schedule.now * LOST_AFTER / BEATS for rank in range(size)]
+
+
+def test_beats_do_not_grow_with_members():
+    """A member that is no hub says as much among 40 as among 10; hubs say one beat to each."""
+    few, more = beats(10), beats(40)
+    assert max(more[3:]) <= max(few[3:]) * 1.1 < 3.3
+    assert max(more[:3]) < 39 * 1.1
+    assert sum(more) < 6 * 40 * 1.1
+
+
+class Fixed(beacon.Beacon):
+    """Planted: the hubs stay the three lowest, whoever falls."""
+
+    def choose_hubs(self, now):
+        self.hubs = sorted([*self.members, self.me])[:3]
+        self.count_on(self.members if self.me in self.hubs else [rank for rank in self.hubs if rank != self.me], now)
+
+
+class Stale(beacon.Beacon):
+    """Planted: whom a hub hears is believed, though it does not know yet who is a member."""
+
+    def receive(self, message, address, now):
+        if "beat" in message and self.run:
+            message["beat"]["number"] = self.run["number"]
+        super().receive(message, address, now)
+
+
+def test_a_standby_that_does_not_take_over_is_found(monkeypatch):
+    """Where the lowest members fall, the others do not agree then."""
+    assert problem(Many(30, 0, range(10), longest=10.0).run()) == ""
+    monkeypatch.setattr("tests.simulation.net.Beacon", Fixed)
+    assert problem(Many(30, 0, range(10), longest=10.0).run()) != ""
+
+
+def test_a_set_of_members_of_before_is_found(monkeypatch):
+    """Who has just come back is lost again then, in some of the runs."""
+    assert not any(returned(seed)[0] for seed in range(4))
+    monkeypatch.setattr("tests.simulation.net.Beacon", Stale)
+    assert any(returned(seed)[0] for seed in range(4))
+
+
+def test_a_leader_that_does_not_count_is_found(monkeypatch):
+    """Planted: who is lost is told wrongly by the leader, and members that are told so go on without each other."""
+    proposed = World._proposed
+
+    def wrong(self, least, stopped):
+        made = proposed(self, least, stopped)
+        return made and made | {"lost": made["lost"][1:]}
+
+    monkeypatch.setattr(World, "_proposed", wrong)
+    assert "lost: " in problem(Many(30, 1, [7, 8, 9]).run())
+
+
+LONGEST_HOST, LONGEST_PLACE = "h" * messages.HOST, ["ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255", 65535]
+
+
+def longest():
+    """The longest datagrams of each kind that a run of the most members may have."""
+    everybody = list(range(messages.MOST_MEMBERS))
+    big, last = (1 << 62) - 1, everybody[-1]
+    value = {
+        "run": big, "number": 10**6, "wrong": "", "step": 10**12, "lost": everybody[:-1], "source": last, "keeper": last,
+        "joined": {str(last - each): [*LONGEST_PLACE, LONGEST_HOST] for each in range(messages.NEWCOMERS)},
+        "each": 1 << 20, "shared": False, "wide": False, "store": LONGEST_PLACE,
+    }  # fmt: skip
+    ballot, number = [10**6, last], 10**6
+    said = [
+        {"kind": "join", "facts": "f" * 64, "host": LONGEST_HOST, "sees": False, "proof": "f" * 64},
+        {"kind": "done", "finished": everybody},
+        {"kind": "stopped", "number": number, "step": 10**12, "open": False, "each": 8, "wide": False, "hears": everybody},
+        {"kind": "promise", "number": number, "ballot": ballot, "accepted": [ballot, value]},
+        {"kind": "accept", "number": number, "ballot": ballot, "value": value},
+        {"kind": "chosen", "number": number, "value": value},
+    ]  # fmt: skip
+    beat = {"run": big, "number": number, "members": everybody, "hears": everybody}
+    places = {str(last - each): LONGEST_PLACE for each in range(beacon.HUBS)}
+    return [{"beat": beat | {"places": None}}, {"beat": beat | {"places": places}}, *({"say": each} for each in said)]
+
+
+@pytest.mark.parametrize("message", longest(), ids=lambda one: one.get("say", {"kind": "beat"})["kind"])
+def test_every_datagram_fits_into_a_packet(message):
+    """Whatever 2,048 members with the longest names and addresses say is at most 1,200 bytes."""
+    about = {"run": (1 << 62) - 1, "from": messages.MOST_MEMBERS - 1, "id": 1 << 60, "port": 65535, "count": 1 << 50}
+    door = Door(b"key")
+    data = door.seal(about | message)
+    assert door.open(data) == about | message
+    assert len(data) <= messages.MOST_BYTES
+
+
+def test_many_agreements_ask_few():
+    """A member says how it has stopped to three others, at once and then now and then."""
+    one = Agreement(500, range(1000), lambda stopped: None)
+    said = [one.tick(range(1000), {"step": 1}) for _ in range(16)]
+    assert [each.to for each in said[0]] == [0, 1, 2]
+    assert not any(said[1:])
+    assert len(one.tick(range(1000), {"step": 1})) == 3
+    assert len(one.tick(range(1, 1000), {"step": 1})) == 3  # another one is asked at once
