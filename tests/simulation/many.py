@@ -22,7 +22,7 @@ from phalanx.errors import PhalanxError
 from tests.simulation import net
 from tests.simulation.net import Net, Process, address_of
 from tests.simulation.replacing import replaced
-from tests.simulation.schedule import Actor, Ended, Schedule
+from tests.simulation.schedule import Ended, Schedule
 
 PORT, RUN = 29500, 4711
 LOST_AFTER, BEATS = 2.0, 5
@@ -171,8 +171,18 @@ class Many:
 
     def run(self):
         """Run until all that go on have agreed, and those that come back are members."""
-        names = {**self.net.names(), "presence": SimpleNamespace(own=bool), "BEATS": BEATS, "in_thread": self.asked, "_host": lambda: "back"}
-        names |= {"os": SimpleNamespace(getpid=lambda: 1, getppid=lambda: 1), "state": lambda _: b"S", "TCP": self.store}
+        names = {
+            **self.net.names(),
+            "presence": SimpleNamespace(own=bool),
+            "BEATS": BEATS,
+            "in_thread": self.asked,
+            "_host": lambda: "back",
+        }
+        names |= {
+            "os": SimpleNamespace(getpid=lambda: 1, getppid=lambda: 1),
+            "state": lambda _: b"S",
+            "TCP": self.store,
+        }
         with replaced((beacon, members, world), names), replaced((net,), {"ROOM": ROOM}):
             door = Door(key_of(b"", "many"), self.size)
             for rank in range(self.size):

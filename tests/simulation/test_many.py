@@ -158,7 +158,8 @@ def longest():
     everybody = list(range(messages.MOST_MEMBERS))
     big, last = (1 << 62) - 1, everybody[-1]
     value = {
-        "run": big, "number": 10**6, "wrong": "", "step": 10**12, "lost": everybody[:-1], "source": last, "keeper": last,
+        "run": big, "number": 10**6, "wrong": "", "step": 10**12, "lost": everybody[:-1],
+        "source": last, "keeper": last,
         "joined": {str(last - each): [*LONGEST_PLACE, LONGEST_HOST] for each in range(messages.NEWCOMERS)},
         "each": 1 << 20, "shared": False, "wide": False, "store": LONGEST_PLACE,
     }  # fmt: skip
@@ -166,7 +167,8 @@ def longest():
     said = [
         {"kind": "join", "facts": "f" * 64, "host": LONGEST_HOST, "sees": False, "proof": "f" * 64},
         {"kind": "done", "finished": everybody},
-        {"kind": "stopped", "number": number, "step": 10**12, "open": False, "each": 8, "wide": False, "hears": everybody},
+        {"kind": "stopped", "number": number, "step": 10**12, "open": False, "each": 8, "wide": False}
+        | {"hears": everybody},
         {"kind": "promise", "number": number, "ballot": ballot, "accepted": [ballot, value]},
         {"kind": "accept", "number": number, "ballot": ballot, "value": value},
         {"kind": "chosen", "number": number, "value": value},

@@ -81,8 +81,9 @@ class Agreement:
         self._ballot, self._proposal = NONE, None
         self._promises: dict[int, tuple[tuple[int, int], Any]] = {}
         self._votes: set[int] = set()
-        self._wait, self._few, self._told = 0, few, ({}, [])
-        # Among many members not at every tick, as one has to hear them all.
+        self._wait, self._few = 0, few
+        # What was said last of how this one has stopped. Among many not at every tick, as one has to hear them all.
+        self._told = list[Addressed]()
         self._pause, self._every = 0, 1 + len(members) // TOLD_IN_A_TICK
 
     def tick(self, alive: Collection[int], how_stopped: Message) -> list[Addressed]:
@@ -104,11 +105,12 @@ class Agreement:
 
     def _stop(self, how_stopped: Message, to: list[int]) -> list[Addressed]:
         self.stopped[self._me] = message = {"kind": "stopped", **how_stopped}
+        said = [Addressed(member, message) for member in to if member != self._me]
         self._pause -= 1
-        if self._pause >= 0 and self._told == (message, to):
+        if self._pause >= 0 and self._told == said:
             return []
-        self._pause, self._told = self._every - 1, (message, to)
-        return [Addressed(member, message) for member in to if member != self._me]
+        self._pause, self._told = self._every - 1, said
+        return said
 
     def hear(self, sender: int, message: Message) -> list[Addressed]:
         """A message has come; returns what is to be said."""

@@ -98,7 +98,11 @@ class Beacon:
 
     def __init__(self, pipe: socket.socket, air: socket.socket, facts: dict[str, Any]) -> None:
         self.pipe, self.air, self.me, self.seconds = pipe, air, facts["me"], facts["seconds"]
-        self.port, self.id, self.size = facts["port"], facts.get("id", os.getpid()), facts.get("size", messages.MOST_MEMBERS)
+        self.port, self.id, self.size = (
+            facts["port"],
+            facts.get("id", os.getpid()),
+            facts.get("size", messages.MOST_MEMBERS),
+        )
         self.door = messages.Door(bytes.fromhex(facts["key"]), self.size)
         self.every, self.parent = self.seconds / BEATS, os.getppid()
         self.count = self.answers = 0  # the last message's number; those to strangers since a beat
@@ -358,6 +362,7 @@ if __name__ == "__main__":
     PIPE, AIR = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     AIR.setblocking(False)
     with contextlib.suppress(ValueError, OSError):  # a hub has a socket for each member
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+        MOST = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MOST, MOST))
     with contextlib.suppress(KeyboardInterrupt, ConnectionError):
         Beacon(PIPE, AIR, json.loads(PIPE.recv(BUFFER))).serve()

@@ -307,7 +307,9 @@ class World:
         self._own = self._own or served(members.place[0], 0, CONNECTED)
         if joining:  # they know nobody yet
             roster = {str(rank): [*members.places[rank], self._hosts[rank]] for rank in group}
-            Values(self._own, self._door, lambda do: do(), f"{members.run}/").put(f"roster/{members.number + 1}", roster)
+            Values(self._own, self._door, lambda do: do(), f"{members.run}/").put(
+                f"roster/{members.number + 1}", roster
+            )
         proposed = {
             "run": members.run, "number": members.number + 1, "wrong": wrong, "step": steps.get(source),
             "lost": sorted(set(members.ranks) - set(group)), "source": source,
