@@ -18,8 +18,8 @@ SIZE, RUN = 3, 4711
 KEY = key_of(b"", "test")
 PLACES = {"0": ["127.0.0.1", 29500], "2": ["10.0.0.2", 29502]}
 INCARNATION = {
-    "run": RUN, "number": 1, "wrong": "", "step": 7, "lost": [1], "joined": {"2": ["10.0.0.2", 29502, "b"]}, "source": 0,
-    "keeper": 0, "each": 2, "shared": False, "wide": False, "store": ["127.0.0.1", 4000],
+    "run": RUN, "number": 1, "wrong": "", "step": 7, "lost": [1], "joined": {"2": ["10.0.0.2", 29502, "b"]},
+    "source": 0, "keeper": 0, "each": 2, "shared": False, "wide": False, "store": ["127.0.0.1", 4000],
 }  # fmt: skip
 CROWD = {str(rank): ["10.0.0.2", 29502, "b"] for rank in range(4)}
 BEAT = {"run": RUN, "number": 0, "members": [0, 1], "hears": [0], "places": None}

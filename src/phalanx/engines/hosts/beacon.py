@@ -98,11 +98,7 @@ class Beacon:
 
     def __init__(self, pipe: socket.socket, air: socket.socket, facts: dict[str, Any]) -> None:
         self.pipe, self.air, self.me, self.seconds = pipe, air, facts["me"], facts["seconds"]
-        self.port, self.id, self.size = (
-            facts["port"],
-            facts.get("id", os.getpid()),
-            facts.get("size", messages.MOST_MEMBERS),
-        )
+        self.port, self.id, self.size = facts["port"], facts["id"], facts["size"]
         self.door = messages.Door(bytes.fromhex(facts["key"]), self.size)
         self.every, self.parent = self.seconds / BEATS, os.getppid()
         self.count = self.answers = 0  # the last message's number; those to strangers since a beat

@@ -101,8 +101,8 @@ class World:
         self.rank, self.size, address, port = surroundings()
         if self.size > MOST_MEMBERS:
             raise UsageError(
-                f"WORLD_SIZE is {self.size}, and a run over hosts has at most {MOST_MEMBERS} processes; start one process "
-                "on each host, which has workers for all its processors, or one for each device"
+                f"WORLD_SIZE is {self.size}, and a run over hosts has at most {MOST_MEMBERS} processes; start one "
+                "process on each host, which has workers for all its processors, or one for each device"
             )
         own, there = ends(address)
         secret = secret_of(secret_file)
