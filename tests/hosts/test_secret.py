@@ -247,6 +247,21 @@ def test_a_name_that_is_loopback_at_process_0(local, what, monkeypatch):
     assert len(told) == (what == "said")
 
 
+def test_a_name_that_nobody_knows_yet_is_no_loopback_address(monkeypatch):
+    """That of a new pod may come late: nothing is said of it, and nothing refused."""
+    from phalanx.engines.hosts import world as module
+
+    told = []
+    monkeypatch.setattr(module, "say", told.append)
+    monkeypatch.setattr(module, "RUNS", [0])
+    monkeypatch.setattr(module, "surroundings", lambda: (0, 2, "no.such.host.invalid", 1))
+    monkeypatch.setattr(module, "Members", lambda *_: 1 / 0)  # planted: no further
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ZeroDivisionError):
+        module.World(1.0, 1.0)
+    assert told == []
+
+
 STRANGER = """
 import json, sys, time
 from types import SimpleNamespace
@@ -272,6 +287,15 @@ for _ in range(20):
 time.sleep(1)
 print(json.dumps(weak.heard()))
 """
+
+
+def heard_by_a_stranger(network, hosts):
+    """What members answer to one on the third host that knows all but the secret."""
+    status, text = output(network.start(2, sys.executable, "-c", STRANGER, hosts.world["MASTER_PORT"]))
+    assert status == 0, text
+    return json.loads(text.splitlines()[-1])
+
+
 WHY_NOT = why_not()
 NEEDS_NAMESPACES = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -289,8 +313,7 @@ def test_on_a_network_who_lacks_the_secret_is_refused(tmp_path):
         hosts.at(3)
         strike(hosts.processes[2], signal.SIGKILL)
         hosts.at(5)
-        stranger = network.start(2, sys.executable, "-c", STRANGER, hosts.world["MASTER_PORT"])
-        assert output(stranger) == (0, "[]\n")
+        assert heard_by_a_stranger(network, hosts) == []
         with_it = hosts.command
         hosts.command = [one.replace(str(right), str(wrong)) for one in with_it]
         hosts.again(2)
@@ -303,6 +326,18 @@ def test_on_a_network_who_lacks_the_secret_is_refused(tmp_path):
         found = hosts.ended(0, 1, 2)
     assert [kind for kind in kinds(found[0]) if kind != "dropped"] == ["lost", "joined"], found
     assert "dropped" in kinds(found[0])
+
+
+@pytest.mark.long
+@NEEDS_NAMESPACES
+def test_without_a_secret_the_same_stranger_is_answered(tmp_path):
+    """Negative twin: it is told of the run."""
+    with Network(3) as network:
+        hosts = Hosts(network, tmp_path, pause=1.0, deadline_seconds=10)
+        hosts.at(3)
+        strike(hosts.processes[2], signal.SIGKILL)
+        hosts.at(5)
+        assert any("beat" in each for each in heard_by_a_stranger(network, hosts))
 
 
 MEETS = """

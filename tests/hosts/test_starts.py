@@ -72,10 +72,10 @@ STARTS = {
 }  # fmt: skip
 
 
-def begun(plant, ranks, job, **environment):
-    """Processes with these ranks of a world of two, each a `phalanx train` in which something is planted."""
+def begun(plant, ranks, job, size=2, **environment):
+    """Processes with these ranks of a world, each a `phalanx train` in which something is planted."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return started(START.format(plant=plant, job=str(job)), 2, environment, ranks=ranks, **streams)
+    return started(START.format(plant=plant, job=str(job)), size, environment, ranks=ranks, **streams)
 
 
 def told(processes, one):
@@ -103,6 +103,17 @@ def test_a_start_that_comes_to_nothing(what, tmp_path):
     assert why in lines[-1], text
     waits = [line for line in lines if line.startswith(f"phalanx: process {rank} waits for {whom}")]
     assert len(waits) == 1 or not whom, text
+
+
+@pytest.mark.long
+def test_who_is_there_is_not_named_as_missing(tmp_path):
+    """Process 2 hears nothing of process 0, which waits for process 1: it says so, and once."""
+    (tmp_path / "job.py").write_text(JOB)
+    processes = begun("", [0, 2], tmp_path / "job.py", size=3)
+    status, text = told(processes, processes[1])
+    assert status == 3, text
+    assert text.count("process 2 waits for process 0, or one that it waits for, (of 3) at 127.0.0.1:") == 1, text
+    assert "process 0, or one that it waits for, did not come to this run in time" in text.splitlines()[-1]
 
 
 @pytest.mark.long
@@ -140,7 +151,10 @@ def test_whoever_waits_says_so_now_and_then(capsys, monkeypatch):
                 waiting.tick()
                 said.extend((round(clock.now), line) for line in capsys.readouterr().err.splitlines())
 
-    wait("process 1", 4)
+    wait("process 1", 2)
+    clock.now += 1
+    waiting.tick()  # in between, for nobody
+    wait("process 1", 1)
     wait("process 2", 70)  # it follows at once
     clock.now += 60
     wait("process 3", 4)

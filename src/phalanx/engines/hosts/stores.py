@@ -32,6 +32,7 @@ ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
 SAID_AFTER, SAID_AGAIN = 5.0, 30.0  # seconds of a wait
 OWN_SECONDS = 2.0  # without a look: this process did something of its own, so the next wait is another one
 LONELY_SECONDS = 30.0  # until nobody is waited for any more, where the address is known to be bad
+FIRST = "process 0, or one that it waits for,"  # it answers those of lower rank first
 STORES: dict[tuple[int, int, str, int], Any] = {}
 SECRET, JOB = "PHALANX_SECRET", "PHALANX_JOB"
 LEAST_BYTES = 16  # of a secret
@@ -61,8 +62,10 @@ class Waiting:
 
     def tick(self) -> None:
         """Look whether it is time to say something."""
+        if not self._whom:
+            return
         now = time.monotonic()
-        if not self._whom or now - self._last > OWN_SECONDS:
+        if now - self._last > OWN_SECONDS:
             self._since, self._due = now, SAID_AFTER
         self._last = now
         if now - self._since >= self._due:
@@ -250,32 +253,33 @@ def run_of(
         own = values.within(str(run))
         own.put(f"hello/{rank}", drawn)
         answer = min(end, time.monotonic() + ANSWER_SECONDS)
-        with values.waiting.on("process 0, which may wait for others"):
+        with values.waiting.on(FIRST):
             while time.monotonic() < answer:
                 if own.take(f"welcome/{rank}") == drawn:
                     return run
                 look()
                 time.sleep(POLL_SECONDS)
         if answer == end:
-            raise _absent(0, values)
+            raise _absent(FIRST, values)
 
 
 def _awaited(
     values: Values, keys: Collection[str], end: float, rank: int, look: Callable[[], object], lonely: str = ""
 ) -> Any:
     """The value of the first of ``keys`` that is set; process ``rank`` is to do that."""
-    with values.waiting.on(f"process {rank}"):
+    whom = f"process {rank}"
+    with values.waiting.on(whom):
         while (value := next(filter(None, map(values.take, keys)), None)) is None:
             if time.monotonic() > end:
-                raise _absent(rank, values, lonely)
+                raise _absent(whom, values, lonely)
             look()
             time.sleep(POLL_SECONDS)
     return value
 
 
-def _absent(rank: int, values: Values, lonely: str = "") -> PhalanxError:
+def _absent(whom: str, values: Values, lonely: str = "") -> PhalanxError:
     advice = "start all processes of the world, and let them train the same recipe"
-    return PeersLostError(f"process {rank} did not come to this run in time; {lonely or advice}{hint(values.door)}")
+    return PeersLostError(f"{whom} did not come to this run in time; {lonely or advice}{hint(values.door)}")
 
 
 def _open(rank: int, address: str, port: int, limit: datetime.timedelta) -> Any:

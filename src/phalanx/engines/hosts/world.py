@@ -106,7 +106,7 @@ class World:
         self.rank, self.size, address, port = surroundings()
         own, there = ends(address)
         secret, lonely = secret_of(secret_file), ""
-        if self.rank == 0 and RUNS[0] == 1:
+        if self.rank == 0 and RUNS[0] == 1 and _is_known(address):
             lonely = _look_at_address(address, there, self.size, open_=not secret)
         self._waiting = Waiting(f"process {self.rank} waits for {{}} (of {self.size}) at {address}:{port}")
         self._door = Door(key_of(secret, job_of(self.size, address, port)), self.size)
@@ -422,6 +422,13 @@ def in_rows(hosts: Sequence[str]) -> int:
     rows = [hosts[first : first + len(hosts) // count] for first in range(0, len(hosts), len(hosts) // count)]
     regular = len(rows) == count and all(len(set(row)) == 1 for row in rows)
     return count if regular and len(hosts) > count else 1
+
+
+def _is_known(address: str) -> bool:
+    """Whether a name has an address by now: that of a new pod may come late."""
+    with contextlib.suppress(OSError):
+        return bool(socket.getaddrinfo(address, None))
+    return False
 
 
 def _look_at_address(address: str, own: str, size: int, *, open_: bool) -> str:
