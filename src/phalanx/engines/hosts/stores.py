@@ -284,9 +284,9 @@ def _absent(whom: str, values: Values, lonely: str = "") -> PhalanxError:
 
 def _open(rank: int, address: str, port: int, limit: datetime.timedelta) -> Any:
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # A client of torch's tries for up to 2.4 times as long as it is told.
-    store = served(address, port, limit) if serves else TCP(address, port, timeout=limit / 2.5, wait_for_workers=False)
-    store.set_timeout(limit)
+    if not serves:  # a client of torch's tries for up to 2.4 times as long as it is told; this one is to do that alone
+        TCP(address, port, timeout=limit / 2.5, wait_for_workers=False)
+    store = served(address, port, limit) if serves else TCP(address, port, timeout=limit, wait_for_workers=False)
     return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
 
 
