@@ -263,8 +263,8 @@ class Recipe(Definition):
         SnapshotError
             As in ``train``.
         RunError
-            Workers cannot be started. A PeersLostError: another process of a torch.distributed world did not come; a
-            LeftError: it was closed.
+            Workers cannot be started. A PeersLostError: another process of a torch.distributed world did not come, or
+            left before the run began.
         """
         run = None
         try:

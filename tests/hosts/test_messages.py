@@ -159,10 +159,10 @@ def closed():
 class Outside:
     """A socket of somebody who is no member."""
 
-    def __init__(self, door, rank=1):
+    def __init__(self, door, rank=1, address="127.0.0.1"):
         self.door, self.rank, self.count, self.id = door, rank, 0, 99
         self.air = datagram_socket()
-        self.air.bind(("127.0.0.1", 0))
+        self.air.bind((address, 0))
         self.air.setblocking(False)
         self.place = list(self.air.getsockname())
 

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import pathlib
+import signal
 import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -16,7 +18,8 @@ from phalanx.engines.hosts.messages import Door, key_of
 from phalanx.engines.hosts.stores import Values, secret_of
 from phalanx.errors import SeveredError, UsageError
 from tests.families import FAMILIES
-from tests.hosts.network import descendants
+from tests.hosts.network import Network, descendants, output, strike, why_not
+from tests.hosts.test_falls import Hosts, kinds
 from tests.hosts.test_messages import JOIN, Outside
 from tests.hosts.worlds import BEGIN, END, ended, free_port, started, world
 
@@ -242,3 +245,128 @@ def test_a_name_that_is_loopback_at_process_0(local, what, monkeypatch):
     for address, own in (("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1")):
         module._look_at_address(address, own, 2, open_=True)  # planted: as process 0 does
     assert len(told) == (what == "said")
+
+
+def test_a_name_that_nobody_knows_yet_is_no_loopback_address(monkeypatch):
+    """That of a new pod may come late: nothing is said of it, and nothing refused."""
+    from phalanx.engines.hosts import world as module
+
+    told = []
+    monkeypatch.setattr(module, "say", told.append)
+    monkeypatch.setattr(module, "RUNS", [0])
+    monkeypatch.setattr(module, "surroundings", lambda: (0, 2, "no.such.host.invalid", 1))
+    monkeypatch.setattr(module, "Members", lambda *_: 1 / 0)  # planted: no further
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ZeroDivisionError):
+        module.World(1.0, 1.0)
+    assert told == []
+
+
+STRANGER = """
+import json, sys, time
+from types import SimpleNamespace
+from phalanx.engines.hosts.gloo import TCP
+from phalanx.engines.hosts.messages import Door, key_of
+from tests.hosts.test_messages import BEAT, SAID, Outside
+port = int(sys.argv[1])
+weak = Outside(Door(key_of(b"", f"{port} 3 none 10.77.0.1"), 3), 2, "10.77.0.3")
+store = TCP("10.77.0.1", port, is_master=False)
+run = json.loads(store.get("/phalanx/1/run")[33:])  # the store shows it to everybody
+for key in ("run", f"{run}/left/0", f"{run}/newest/1", f"{run}/about/0"):
+    store.set(f"/phalanx/1/{key}", weak.door.seal(7, f"1/{key}"))
+for _ in range(20):
+    for rank in (0, 1):
+        to = SimpleNamespace(place=[f"10.77.0.{rank + 1}", port + rank])
+        for weak.rank in (2, 1 - rank):
+            weak.say(to, run=None, look=True)
+            weak.say(to, run=run, beat=BEAT | {"run": run, "hears": [0, 1, 2]})
+            weak.say(to, run=run, bye={"way": "failed", "why": "x"})
+            for said in SAID:
+                weak.say(to, run=run, say=said)
+    time.sleep(0.05)
+time.sleep(1)
+print(json.dumps(weak.heard()))
+"""
+
+
+def heard_by_a_stranger(network, hosts):
+    """What members answer to one on the third host that knows all but the secret."""
+    status, text = output(network.start(2, sys.executable, "-c", STRANGER, hosts.world["MASTER_PORT"]))
+    assert status == 0, text
+    return json.loads(text.splitlines()[-1])
+
+
+WHY_NOT = why_not()
+NEEDS_NAMESPACES = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+@pytest.mark.longest
+@NEEDS_NAMESPACES
+def test_on_a_network_who_lacks_the_secret_is_refused(tmp_path):
+    """A stranger's beats, votes, farewells and joins, and a lost rank that comes back without it. With it, it joins."""
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    for file, secret in ((right, SECRET), (wrong, "wrong " + SECRET)):
+        file.write_text(secret)
+        file.chmod(0o600)
+    with Network(3) as network:
+        hosts = Hosts(network, tmp_path, pause=1.0, secret_file=str(right), deadline_seconds=10)
+        hosts.at(3)
+        strike(hosts.processes[2], signal.SIGKILL)
+        hosts.at(5)
+        assert heard_by_a_stranger(network, hosts) == []
+        with_it = hosts.command
+        hosts.command = [one.replace(str(right), str(wrong)) for one in with_it]
+        hosts.again(2)
+        _, text = output(hosts.processes[2])
+        assert '"error": "PeersLostError"' in text, text
+        assert "and the secret must be the same in all processes" in text
+        hosts.command = with_it
+        hosts.processes[2] = hosts.begin(2)
+        hosts.in_again(2)
+        found = hosts.ended(0, 1, 2)
+    assert [kind for kind in kinds(found[0]) if kind != "dropped"] == ["lost", "joined"], found
+    assert "dropped" in kinds(found[0])
+
+
+@pytest.mark.long
+@NEEDS_NAMESPACES
+def test_without_a_secret_the_same_stranger_is_answered(tmp_path):
+    """Negative twin: it is told of the run."""
+    with Network(3) as network:
+        hosts = Hosts(network, tmp_path, pause=1.0, deadline_seconds=10)
+        hosts.at(3)
+        strike(hosts.processes[2], signal.SIGKILL)
+        hosts.at(5)
+        assert any("beat" in each for each in heard_by_a_stranger(network, hosts))
+
+
+MEETS = """
+import datetime, os, sys, torch
+from torch.distributed import PrefixStore
+from phalanx.engines.hosts.gloo import TCP, Gloo
+from phalanx.engines.hosts.stores import served
+from phalanx.errors import SeveredError
+rank, limit = int(os.environ["RANK"]), datetime.timedelta(seconds=20)
+base = TCP("10.77.0.1", int(os.environ["MASTER_PORT"]), is_master=not rank, timeout=limit, wait_for_workers=False)
+state = torch.arange(8.0) if not rank else torch.zeros(8)
+try:
+    met = Gloo(PrefixStore("callers", base), rank, 2, 20.0, "eth0", key=sys.argv[1 + rank].encode())
+    met.wait([met.begin_receive(state, 0) if rank else met.begin_send(state, 1)])
+    print("sum", state.sum().item(), flush=True)
+except SeveredError as error:
+    print("severed", error, flush=True)
+"""
+
+
+@pytest.mark.long
+@NEEDS_NAMESPACES
+@pytest.mark.parametrize("theirs", ["a", "b", ""])
+def test_on_a_network_the_state_is_not_sent_to_who_lacks_the_key(theirs):
+    """Whoever connects in place of a member, and shows another key or none, gets nothing; the negative twin gets it."""
+    with Network(2) as network:
+        found = [output(process)[1] for process in network.ranks(MEETS, "a", theirs)]
+    if theirs == "a":
+        assert all("sum 28.0" in text for text in found), found
+    else:
+        assert "severed" in found[0], found
+        assert "sum 28.0" not in found[1], found

@@ -45,15 +45,15 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
-def started(code, size, environment, **streams):
-    """So many processes that run ``code``, with what a launcher tells them, each with its rank."""
+def started(code, size, environment, ranks=None, **streams):
+    """So many processes that run ``code``, with what a launcher tells them, each with its rank; or some of them."""
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT,
             env={**os.environ, **told, **environment, "RANK": str(rank)}, **streams,
         )
-        for rank in range(size)
+        for rank in (range(size) if ranks is None else ranks)
     ]  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """The command line as a user meets it: in a process of its own."""
 
+import contextlib
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import sys
 import pytest
 
 import phalanx
+from phalanx.errors import UsageError
+from tests.state.runs import ROOT
 
 RECIPE = """
 import torch, phalanx
@@ -266,3 +270,54 @@ def test_the_benchmark_measures_a_column(column):
     command = [sys.executable, script, "--model", "tiny", "--column", column, "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     assert 0 < json.loads(done.stdout.splitlines()[-1])["seconds"] < 1
+
+
+STEP = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        (STEP, True),
+        (STEP | {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4"}, True),  # without RANK
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, False),  # a batch script, or a shell of salloc
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, False),  # a shell of srun --pty keeps SLURM_NTASKS with --preserve-env
+        (STEP | {"WORLD_SIZE": "1"}, False),
+        (STEP | {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}, False),
+    ],
+)
+def test_tasks_of_srun_that_do_not_know_each_other(monkeypatch, given, refused):
+    """Each would train alone, into one run_dir: refused in a step of several tasks that nothing makes a world of."""
+    from phalanx.cli import app
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="srun has started 4 tasks") if refused else contextlib.nullcontext():
+        app._refuse_unconnected_tasks()
+
+
+def test_the_line_for_slurm(here, recipe_file, monkeypatch, tmp_path):
+    """It is that of docs/hosts.md, and what it has bash run sets rank, size and address from what a step knows."""
+    from phalanx.cli.app import SRUN
+
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    done = here("train", "job.py:other", cwd=recipe_file.parent)
+    assert done.returncode == 2
+    assert SRUN in done.stderr
+    page = (ROOT / "docs" / "hosts.md").read_text()
+    shown = page[page.index(SRUN.partition(" bash")[0]) :].partition("```")[0]
+    assert " ".join(shown.split()) == SRUN
+    for name, text in {"scontrol": "echo host7; echo host8", "phalanx": "env; echo $@"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    bash = shlex.split(shown)[3:]
+    ran = subprocess.run(
+        bash, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True
+    )
+    lines = ran.stdout.splitlines()
+    assert {"MASTER_ADDR=host7", "MASTER_PORT=29500", "RANK=1", "WORLD_SIZE=4"} <= set(lines)
+    assert lines[-1] == "train job.py --run-dir /shared/runs/a"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import pathlib
 import sys
 import traceback
@@ -36,7 +37,7 @@ from phalanx.errors import CorruptionError, PeersLostError, PhalanxError, Preemp
 from phalanx.frameworks.registry import all_devices
 from phalanx.recipe import Recipe
 from phalanx.run.result import Result
-from phalanx.surroundings.presence import rank
+from phalanx.surroundings.presence import rank, say, several
 
 if TYPE_CHECKING:
     from phalanx.lab.chaos import Trial
@@ -45,6 +46,11 @@ if TYPE_CHECKING:
 EXIT_RUN, EXIT_INTERRUPTED = 1, 130
 EXITS = {UsageError: 2, PeersLostError: 3, CorruptionError: 4, Preempted: 75}
 FORMAT = warnings.formatwarning
+SRUN = (
+    "srun --ntasks-per-node=1 --kill-on-bad-exit=0 bash -c 'set -- $(scontrol show hostnames $SLURM_STEP_NODELIST); "
+    "MASTER_ADDR=$1 MASTER_PORT=29500 RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS "
+    "exec phalanx train job.py --run-dir /shared/runs/a'"
+)
 EXIT_CODES = (
     "Exit codes: 0 done, 1 the run went wrong, 2 the call is wrong, 3 too many processes were lost: run again, 4 bits "
     "differ: not here again, 75 saved at SIGTERM or --max-seconds: run again, 130 stopped by Ctrl-C."
@@ -124,12 +130,14 @@ def train(
         raise UsageError(f"--save is {weights!r}; end it in .safetensors")
     checks.choice("--resume", resume, tuple(RESUME))
     recipe, evaluation, callbacks = load_recipe(file, arguments or ())
+    _refuse_unconnected_tasks()  # only now: the file may have made a world of them
     saving = {"run_dir": run_dir or None, "snapshot_every": number(snapshot_every), "resume": RESUME[resume]}
     result = _trained(
         recipe, evaluation, workers, quiet=quiet, devices=_listed(devices), callbacks=callbacks,
         readers=number(readers), audit=number(audit), max_seconds=max_seconds, **saving,
     )  # fmt: skip
     if rank() > 0 and result.chain is None:  # one of several processes; another one reports
+        say(f"process {rank()} is done: {result.steps} steps, digest {result.digest}")
         return
     if weights:
         result.save(weights, averaged=result.averaged is not None)
@@ -351,6 +359,17 @@ def _warned(
     if filename == getattr(sys.modules["__main__"], "__file__", None):
         return plain(f"phalanx: {message}\n")
     return plain(FORMAT(message, category, filename, number, line))
+
+
+def _refuse_unconnected_tasks() -> None:
+    """Refuse to be one of several tasks of srun that know nothing of each other; a batch script has no step."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if tasks not in ("", "1") and not several() and os.environ.get("WORLD_SIZE") != "1":
+        raise UsageError(
+            f"srun has started {tasks} tasks, but RANK, WORLD_SIZE and MASTER_ADDR do not say that they belong "
+            f"together, so each would train alone, and all into one run_dir. One run over all tasks: {SRUN}. One run: "
+            "srun --ntasks=1. A run in each task, with directories of their own: set WORLD_SIZE=1"
+        )
 
 
 def _listed(devices: str) -> str | list[str]:

@@ -124,7 +124,7 @@ def entered(options: Any, audit: Any, undo: contextlib.ExitStack) -> Any:
         raise UsageError("audit compares workers of one process or host in this version; leave it out over several")
     from phalanx.engines.hosts.world import World  # loads what speaks to networks
 
-    world = World(options.deadline_seconds, options.lost_after, options.secret_file)
+    world = World(options.deadline_seconds, options.lost_after, options.secret_file, tells=options.progress is True)
     undo.push(world.failed)
     return world
 

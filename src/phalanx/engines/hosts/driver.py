@@ -256,9 +256,8 @@ class Distributed(Changing[Processes]):
         """Count an incarnation that finished no step."""
         self._stuck += 1
         if self._stuck > MOST:
-            raise RunError(
-                f"{self._stuck} times in a row no step was finished, the last time: {error}", step=self._steps
-            )
+            kind = PeersLostError if isinstance(error, SeveredError) else RunError
+            raise kind(f"{self._stuck} times in a row no step was finished, the last time: {error}", step=self._steps)
 
     def _share(self, chosen: dict[str, Any]) -> None:
         """Have the whole state here: give it to members that have not got it, or take it from the one that has."""
@@ -330,7 +329,7 @@ def open_distributed(
     ------
     UsageError
         Another process has another recipe or environment, or there are more processes than replicas.
-    PeersLostError, LeftError
+    PeersLostError
         Another process does not come, or was closed.
     """
     if world.size > definition.replicas:
@@ -350,7 +349,9 @@ def open_distributed(
     blank = Seen(Progress(rounds=definition.rounds, leads=False))
     seen = blank if world.joins else _same_start(world, framework, begin, blank)
     records = Records(options, seen.progress, seen)
-    return Distributed(definition, framework, records, world, count, beside(readers, count, room), least, chosen)
+    run = Distributed(definition, framework, records, world, count, beside(readers, count, room), least, chosen)
+    world.tell(run.workers // world.size)
+    return run
 
 
 def _join(world: World, definition: Definition) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from phalanx.errors import SeveredError
+from phalanx.errors import SeveredError, UsageError
 
 T = TypeVar("T")
 BRIEF_SECONDS = 0.005
@@ -110,7 +110,11 @@ class Gloo:
         named = os.environ.get(INTERFACE, interface).partition(",")[0]
         options = GROUP._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
-        options._devices = [GROUP.create_device(interface=named) if named else GROUP.create_default_device()]
+        try:
+            options._devices = [GROUP.create_device(interface=named) if named else GROUP.create_default_device()]
+        except RuntimeError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise UsageError(f"{INTERFACE} is {named!r}, which Gloo cannot use here; name one of {known}") from error
         self.group: Any = None
         self.group = self._call(GROUP, store, rank, size, options)
         if key and size > 1:

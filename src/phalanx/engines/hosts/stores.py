@@ -14,7 +14,7 @@ import pathlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,12 +25,52 @@ from phalanx.definition.checks import warn
 from phalanx.engines.hosts.gloo import TCP
 from phalanx.engines.hosts.messages import FOREIGN, Door
 from phalanx.errors import PeersLostError, PhalanxError, UsageError
+from phalanx.surroundings.presence import say
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0  # until a process asks again which run is the newest
+SAID_AFTER, SAID_AGAIN = 5.0, 30.0  # seconds of a wait
+OWN_SECONDS = 2.0  # without a look: this process did something of its own, so the next wait is another one
+LONELY_SECONDS = 30.0  # until nobody is waited for any more, where the address is known to be bad
+FIRST = "process 0, or one that it waits for,"  # it answers those of lower rank first
 STORES: dict[tuple[int, int, str, int], Any] = {}
 SECRET, JOB = "PHALANX_SECRET", "PHALANX_JOB"
 LEAST_BYTES = 16  # of a secret
+
+
+class Waiting:
+    """Says for whom this process waits: once that takes long, and then now and then. Each loop that waits ticks.
+
+    Parameters
+    ----------
+    text : str
+        The line, with {} for whom.
+    """
+
+    def __init__(self, text: str = "waits for {}") -> None:
+        self._text, self._whom, self._due = text, "", SAID_AFTER
+        self._since = self._last = time.monotonic()
+
+    @contextlib.contextmanager
+    def on(self, whom: str) -> Iterator[None]:
+        """Inside, ``whom`` is waited for."""
+        before, self._whom = self._whom, whom
+        try:
+            yield
+        finally:
+            self._whom = before
+
+    def tick(self) -> None:
+        """Look whether it is time to say something."""
+        if not self._whom:
+            return
+        now = time.monotonic()
+        if now - self._last > OWN_SECONDS:
+            self._since, self._due = now, SAID_AFTER
+        self._last = now
+        if now - self._since >= self._due:
+            self._due += SAID_AGAIN
+            say(self._text.format(self._whom))
 
 
 @dataclasses.dataclass
@@ -45,16 +85,18 @@ class Values:
         ``ask(do)`` does something that waits for the store, and returns what it returned.
     path : str
         What comes before each key, so that a value of another run does not fit.
+    waiting : Waiting
     """
 
     store: Any
     door: Door
     ask: Callable[[Callable[[], Any]], Any]
     path: str = ""
+    waiting: Waiting = dataclasses.field(default_factory=Waiting)
 
     def within(self, name: str) -> Values:
         """Those below a name."""
-        return Values(c10d.PrefixStore(name, self.store), self.door, self.ask, f"{self.path}{name}/")
+        return dataclasses.replace(self, store=c10d.PrefixStore(name, self.store), path=f"{self.path}{name}/")
 
     def put(self, key: str, value: Any) -> None:
         """Tell the others something."""
@@ -142,10 +184,15 @@ def opened(rank: int, size: int, address: str, port: int, seconds: float) -> Any
             STORES[key] = _open(rank, address, port, datetime.timedelta(seconds=seconds))
         return STORES[key]
     except Exception as error:
-        raise PeersLostError(
-            f"the processes of this run did not find each other at {address}:{port} within {seconds:.0f} s: {error}; "
-            "start all of them, and let them reach MASTER_ADDR and MASTER_PORT"
-        ) from error
+        raise unfound(address, port, str(error)) from error
+
+
+def unfound(address: str, port: int, why: str) -> PhalanxError:
+    """There is no store."""
+    return PeersLostError(
+        f"the processes of this run did not find each other at {address}:{port}: {why}; start all of them, let them "
+        "reach MASTER_ADDR and MASTER_PORT, and see that nothing else listens there"
+    )
 
 
 def address_of(store: Any) -> tuple[str, int]:
@@ -175,11 +222,14 @@ def reached(address: str) -> Iterator[None]:
         ) from None
 
 
-def run_of(values: Values, rank: int, size: int, seconds: float, look: Callable[[], object] = bool) -> int:
+def run_of(
+    values: Values, rank: int, size: int, seconds: float, look: Callable[[], object] = bool, lonely: str = ""
+) -> int:
     """The number of the run that all processes begin now; rank 0 draws it, and answers every process that asks.
 
     What earlier processes left in the store does not matter, because no process answers there any more. (torchrun may
     keep its store when it begins again, and count restarts differently on each host.) ``look`` is called in all waits.
+    ``lonely``: why perhaps nobody can come. Then this process does not wait the whole time for the first one.
 
     Raises
     ------
@@ -191,43 +241,51 @@ def run_of(values: Values, rank: int, size: int, seconds: float, look: Callable[
         run = secrets.randbits(62)
         values.put("run", run)
         own = values.within(str(run))
-        for other in range(1, size):
-            own.put(f"welcome/{other}", _awaited(own, f"hello/{other}", end, other, look))
+        hellos = {other: f"hello/{other}" for other in range(1, size)}
+        if lonely:
+            _awaited(own, hellos.values(), min(end, end - seconds + LONELY_SECONDS), 1, look, lonely)
+        for other, hello in hellos.items():
+            own.put(f"welcome/{other}", _awaited(own, [hello], end, other, look))
         return run
     drawn = secrets.token_hex(8)
     while True:
-        run = _awaited(values, "run", end, 0, look)
+        run = _awaited(values, ["run"], end, 0, look)
         own = values.within(str(run))
         own.put(f"hello/{rank}", drawn)
         answer = min(end, time.monotonic() + ANSWER_SECONDS)
-        while time.monotonic() < answer:
-            if own.take(f"welcome/{rank}") == drawn:
-                return run
+        with values.waiting.on(FIRST):
+            while time.monotonic() < answer:
+                if own.take(f"welcome/{rank}") == drawn:
+                    return run
+                look()
+                time.sleep(POLL_SECONDS)
+        if answer == end:
+            raise _absent(FIRST, values)
+
+
+def _awaited(
+    values: Values, keys: Collection[str], end: float, rank: int, look: Callable[[], object], lonely: str = ""
+) -> Any:
+    """The value of the first of ``keys`` that is set; process ``rank`` is to do that."""
+    whom = f"process {rank}"
+    with values.waiting.on(whom):
+        while (value := next(filter(None, map(values.take, keys)), None)) is None:
+            if time.monotonic() > end:
+                raise _absent(whom, values, lonely)
             look()
             time.sleep(POLL_SECONDS)
-        if answer == end:
-            raise _absent(0, values)
-
-
-def _awaited(values: Values, key: str, end: float, rank: int, look: Callable[[], object]) -> Any:
-    """The value of ``key``, once process ``rank`` has set it."""
-    while (value := values.take(key)) is None:
-        if time.monotonic() > end:
-            raise _absent(rank, values)
-        look()
-        time.sleep(POLL_SECONDS)
     return value
 
 
-def _absent(rank: int, values: Values) -> PhalanxError:
-    return PeersLostError(
-        f"process {rank} did not come to this run in time; start all processes of the world, and let them train the "
-        f"same recipe{hint(values.door)}"
-    )
+def _absent(whom: str, values: Values, lonely: str = "") -> PhalanxError:
+    advice = "start all processes of the world, and let them train the same recipe"
+    return PeersLostError(f"{whom} did not come to this run in time; {lonely or advice}{hint(values.door)}")
 
 
 def _open(rank: int, address: str, port: int, limit: datetime.timedelta) -> Any:
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not serves:  # a client of torch's tries for up to 2.4 times as long as it is told; this one is to do that alone
+        TCP(address, port, timeout=limit / 2.5, wait_for_workers=False)
     store = served(address, port, limit) if serves else TCP(address, port, timeout=limit, wait_for_workers=False)
     return c10d.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", ""), store)
 

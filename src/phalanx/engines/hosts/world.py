@@ -27,13 +27,14 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.checkpoint.directory import is_marked, mark, newest_step
 from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
-from phalanx.engines.hosts.gloo import LOOPBACK, TCP, Gloo, Rendezvous, answer, ends, in_thread, towards
-from phalanx.engines.hosts.members import CLOSED, LEAVES, Farewell, Members
+from phalanx.engines.hosts.gloo import INTERFACE, LOOPBACK, TCP, Gloo, Rendezvous, answer, ends, in_thread, towards
+from phalanx.engines.hosts.members import CLOSED, FAILED, LEAVES, Farewell, Members
 from phalanx.engines.hosts.messages import MOST_MEMBERS, NEWCOMERS, Door, key_of
 from phalanx.engines.hosts.stores import (
     POLL_SECONDS,
     SECRET,
     Values,
+    Waiting,
     address_of,
     hint,
     job_of,
@@ -43,6 +44,7 @@ from phalanx.engines.hosts.stores import (
     secret_of,
     served,
     surroundings,
+    unfound,
 )  # fmt: skip
 from phalanx.errors import LeftError, PeersLostError, PhalanxError, RunError, SeveredError, UsageError
 from phalanx.plan.membership import mutual
@@ -63,7 +65,7 @@ OPEN = (
 )
 LOOPBACK_NAME = (
     "MASTER_ADDR is {}, which is {} on the host of process 0, so processes on other machines do not reach it; give the "
-    "address that they know, or take the name out of the line in /etc/hosts"
+    "address that they know, or take the name out of the line in /etc/hosts; 127.0.0.1 if all are on this machine"
 )
 RUNS = [0]  # begun in this process; the same number in all processes
 
@@ -83,6 +85,8 @@ class World:
         Seconds after which a silent process is lost.
     secret_file : path or None
         Has the secret of the job, in place of the environment.
+    tells : bool
+        Whether a process that does not report says once that it takes part.
 
     Attributes
     ----------
@@ -95,8 +99,10 @@ class World:
         The member that reports and saves.
     """
 
-    def __init__(self, seconds: float | None, lost_after: float, secret_file: pathlib.Path | None = None) -> None:
-        self.seconds = SECONDS if seconds is None else seconds
+    def __init__(
+        self, seconds: float | None, lost_after: float, secret_file: pathlib.Path | None = None, *, tells: bool = False
+    ) -> None:
+        self.seconds, self._tells = SECONDS if seconds is None else seconds, tells
         RUNS[0] += 1
         self.rank, self.size, address, port = surroundings()
         if self.size > MOST_MEMBERS:
@@ -105,9 +111,10 @@ class World:
                 "process on each host, which has workers for all its processors, or one for each device"
             )
         own, there = ends(address)
-        secret = secret_of(secret_file)
-        if self.rank == 0 and RUNS[0] == 1:
-            _look_at_address(address, own, self.size, open_=not secret)
+        secret, lonely = secret_of(secret_file), ""
+        if self.rank == 0 and RUNS[0] == 1 and _is_known(address):
+            lonely = _look_at_address(address, there, self.size, open_=not secret)
+        self._waiting = Waiting(f"process {self.rank} waits for {{}} (of {self.size}) at {address}:{port}")
         self._door = Door(key_of(secret, job_of(self.size, address, port)), self.size)
         self.members = Members(self.rank, own, port + self.rank, self._door, lost_after)
         self.members.look_for({rank: [there, port + rank] for rank in range(1 if self.rank else self.size)})
@@ -117,12 +124,12 @@ class World:
         self._own: Any = None  # one store for all incarnations that this process proposes
         self._names = dict[int, str]()
         try:
-            base = in_thread(functools.partial(opened, self.rank, self.size, address, port, self.seconds), self._look)
+            base = self._opened(address, port)
             self._tcp = address_of(base)
             store = c10d.PrefixStore(f"phalanx/{RUNS[0]}", base)
-            values = Values(store, self._door, lambda do: in_thread(do, self._look), f"{RUNS[0]}/")
+            values = Values(store, self._door, lambda do: in_thread(do, self._look), f"{RUNS[0]}/", self._waiting)
             with reached(self._tcp[0]):
-                self.run = run_of(values, self.rank, self.size, self.seconds, self._look)
+                self.run = run_of(values, self.rank, self.size, self.seconds, self._look, lonely)
             self._store, self._values = c10d.PrefixStore(str(self.run), store), values.within(str(self.run))
             self._values.ask = lambda do: in_thread(do, self.check)
         except UnderWayError:
@@ -140,8 +147,8 @@ class World:
         ------
         UsageError
             A process differs; names it and the field.
-        PeersLostError, LeftError, RunError
-            A process did not come, or has left again.
+        PeersLostError, RunError
+            A process did not come, or has left again; a RunError if it has failed.
         """
         given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores), "place": self.members.place}
         mine = json.loads(json.dumps(given, default=repr))
@@ -162,7 +169,13 @@ class World:
                         f"{name} is {value} in process {self.rank}, and {theirs['doubts'][name]} in process {rank}; "
                         "if it decides the answer, that depends on who computes what"
                     )
-        self._connect(self.seconds)
+        try:
+            self._connect(self.seconds)
+        except SeveredError as error:
+            raise PeersLostError(
+                f"{error}; let all hosts reach each other at all TCP ports, by the interface that leads to MASTER_ADDR "
+                f"({INTERFACE} names another)"
+            ) from None
         self.members.begin(self.run, 0, {rank: item["place"] for rank, item in enumerate(everybody)})
         return min(_room(item, everybody) for item in everybody)
 
@@ -267,8 +280,23 @@ class World:
         known = Values(store, self._door, lambda do: do(), f"{chosen['run']}/").take(f"roster/{chosen['number']}")
         return {int(rank): each for rank, each in known.items()}
 
+    def _opened(self, address: str, port: int) -> Any:
+        """The store."""
+        # Torch waits for ever where something accepts a connection and does not answer. Else it says what is wrong,
+        # and soon enough: a thread of it that ends while this process ends would abort it.
+        end = time.monotonic() + 1.5 * self.seconds + STORE_SECONDS
+
+        def look() -> None:
+            self._look()
+            if time.monotonic() > end:
+                raise unfound(address, port, "what listens there does not answer as a store does")
+
+        with self._waiting.on("the store of process 0"):
+            return in_thread(functools.partial(opened, self.rank, self.size, address, port, self.seconds), look)
+
     def _look(self) -> None:
         interrupts.check()
+        self._waiting.tick()
         self.members.news()
         if self.members.under_way is not None:
             raise UnderWayError
@@ -281,11 +309,14 @@ class World:
         if self._gloo is not None:
             self._gloo.close()
         facts = c10d.PrefixStore("callers", self._store), self.rank, self.size, seconds, self._interface, self.check
-        self._gloo = in_thread(functools.partial(Gloo, *facts, key=self._door.key), self.check)
+        others = ", ".join(f"process {rank}" for rank in self._hosts if rank != self.members.me)
+        with self._waiting.on(f"a connection to {others}"):
+            self._gloo = in_thread(functools.partial(Gloo, *facts, key=self._door.key), self.check)
 
     def check(self) -> None:
         """Raise a SeveredError if this incarnation has to end."""
         interrupts.check()
+        self._waiting.tick()
         if why := self.members.news():
             raise SeveredError(why)
 
@@ -326,6 +357,14 @@ class World:
         self._met.gather(gathered.view(torch.uint8), torch.tensor([step]).view(torch.uint8))
         return [rank for rank, theirs in zip(self.members.ranks, gathered.tolist(), strict=True) if theirs != agreed]
 
+    def tell(self, workers: int) -> None:
+        """Say that this process takes part, where another one reports."""
+        me = self.members.me
+        if self._tells and me != self.keeper:
+            way = "has joined" if self.joins else "is in"
+            by = f"the run that {self.named(self.keeper)} reports"
+            say(f"{self.named(me)} {way} {by}: {workers} of its {workers * self.size} workers are here")
+
     def rendezvous(self, blocks: Sequence[range]) -> Rendezvous:
         """Where this process's workers find those of others."""
         hosts = in_rows([self._hosts[rank] for rank in self.members.ranks])
@@ -342,7 +381,8 @@ class World:
     def receive(self, rank: int) -> bytes:
         """Bytes that a member sends."""
         position, size = self.members.ranks.index(rank), torch.empty(1, dtype=torch.int64)
-        self._wait([self._met.begin_receive(size, position)])
+        with self._waiting.on(f"the state from process {rank}"):
+            self._wait([self._met.begin_receive(size, position)])
         data = torch.empty(int(size), dtype=torch.uint8)
         for piece in data.split(PIECE):
             self._wait([self._met.begin_receive(piece, position)])
@@ -385,13 +425,15 @@ class World:
     def _get(self, key: str, rank: int) -> Any:
         """What a process says at the start of a run; raises if it has said that it leaves."""
         end = time.monotonic() + self.seconds
-        with reached(self._tcp[0]):
+        with reached(self._tcp[0]), self._waiting.on(f"process {rank}"):
             while time.monotonic() < end:
                 if (value := self._values.take(key)) is not None:
                     return value
                 if (left := self._values.take(f"left/{rank}")) is not None:
                     way, why = left
-                    raise ERRORS.get(way, RunError)(f"{self.named(rank)} left before this run began: {why}")
+                    # What failed there would fail again. All else, as Ctrl-C there, is a start that somebody missed.
+                    kind = RunError if way == FAILED else PeersLostError
+                    raise kind(f"{self.named(rank)} left before this run began: {why}")
                 time.sleep(POLL_SECONDS)
         raise PeersLostError(
             f"{self.named(rank)} did not come to this run within {self.seconds:.0f} s; all processes of the "
@@ -417,18 +459,30 @@ def in_rows(hosts: Sequence[str]) -> int:
     return count if regular and len(hosts) > count else 1
 
 
-def _look_at_address(address: str, own: str, size: int, *, open_: bool) -> None:
-    """Say where others reach this process if they cannot, or if anybody can. A UsageError if some cannot who should."""
+def _is_known(address: str) -> bool:
+    """Whether a name has an address by now: that of a new pod may come late."""
+    with contextlib.suppress(OSError):
+        return bool(socket.getaddrinfo(address, None))
+    return False
+
+
+def _look_at_address(address: str, own: str, size: int, *, open_: bool) -> str:
+    """Say where others reach this process if they cannot, or if anybody can. A UsageError if some cannot who should.
+
+    Returns why perhaps nobody can come; "" if they can.
+    """
     if not own.startswith("127.") and own != "::1":
         if open_:
             say(OPEN.format(own))
-        return
+        return ""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", -1))
     if here != size and address != "localhost" and not address.startswith(("127.", "::1")):
         text = LOOPBACK_NAME.format(address, own)
         if here > 0:
             raise UsageError(text)
         say(text)
+        return text
+    return ""
 
 
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
