@@ -39,7 +39,7 @@ def together(count, replicas, work, blanks):
             specs = [spec_of(tensor_of(blank)) for blank in blanks]
             flat = Flat(specs, replicas, among, in_pieces, owned=range(len(blanks)))
             own = [[at] for at in range(len(remaining(replicas, blocks[rank])))]
-            found[rank] = work(rank, across, AddedAcross(flat, [Pieces(gloo, range(count), rank)], own, blanks))
+            found[rank] = work(rank, across, AddedAcross(flat, [Pieces(gloo, among[0])], own, blanks))
         except BaseException as error:
             found[rank] = error
 

@@ -13,6 +13,7 @@ A worker hosts such a block. Where the blocks are cut moves work and bytes, neve
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from typing import Any, Generic, TypeVar
 from phalanx.plan.shares import share_bounds
 
 T = TypeVar("T")
+# So many hosts do not send to all others any more. From the table of benchmarks/exchange_model.py; see `grouped`.
+MANY = 16
 Node = tuple[int, int]  # (level, index) in the fold's tree
 
 
@@ -210,3 +213,17 @@ def hosts(replicas: int, count: int, workers: int) -> tuple[tuple[range, ...], t
     return blocks, tuple(
         Placement(replicas, tuple(block[a:b] for a, b in share_bounds(len(block), workers))) for block in blocks
     )
+
+
+def grouped(count: int) -> tuple[int, ...]:
+    """Into how many groups so many hosts are cut, which add up among them first; ``(1,)``: they are few.
+
+    The number decides alone, so all take it alike. Groups are about as many as each has members, of which a power of 2
+    is best, as a branch of the tree leaves one sum. Where groups cannot be equal, some have a member more, which costs
+    bytes: 1 / members of a group. So there are half as many.
+    """
+    root = math.isqrt(count)
+    even = [groups for groups in range(root // 2 + 1, root + 1) if count % groups == 0]
+    if count < (MANY if even else 2 * MANY):
+        return (1,)
+    return max(even, key=lambda groups: ((count // groups).bit_count() == 1, groups), default=(root + 1) // 2), 1

@@ -66,7 +66,7 @@ class Exchanged:
         self._station, self._board, self._shard = station, board, station.shard
         self._framework, self._hosted = station.framework, station.hosted
         self._replicas, contents = station.placement.replicas, station.plan.layout.contents
-        among = levels(self._replicas, blocks, rank, hosts)
+        among = levels(self._replicas, blocks, rank, (1,) if hosts == 1 else (hosts, 1))
         self._flat = Flat(contents.gradients, self._replicas, among, in_buckets, device)
         self._watched = functools.partial(watched, [torch.device(device)])
         self._spread = Spread(contents.buffers, blocks, rank, device)
