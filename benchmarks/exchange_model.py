@@ -23,7 +23,7 @@ from torch import distributed
 
 from phalanx.engines.hosts.gloo import Gloo, in_thread
 from phalanx.engines.hosts.pieces import chunks
-from phalanx.plan.fold import MANY, grouped
+from phalanx.plan.levels import MANY, grouped
 
 COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 1024)
 ROOTS = {hosts: math.isqrt(hosts) for hosts in range(4, 1025)}

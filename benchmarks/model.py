@@ -11,7 +11,7 @@ import math
 import pathlib
 from typing import NamedTuple
 
-from phalanx.plan.fold import grouped
+from phalanx.plan.levels import grouped
 
 BYTES = 4
 LATENCY = 50e-6  # seconds from host to host in one data centre, through TCP

@@ -17,6 +17,7 @@ from phalanx.engines.hosts.pieces import Pieces, in_pieces
 from phalanx.engines.hosts.world import in_rows
 from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan.fold import Fold, place
+from phalanx.plan.levels import levels
 from phalanx.shared.layout import Spec
 
 SHAPES = [(1000, 701), (7,), (64, 64), (), (5000,)]
@@ -82,7 +83,7 @@ def exchanged(replicas, workers, count, vectors, blocks=None, fault=None, carrie
     def work(rank):
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=limit)
         sent = []
-        among = flat.levels(replicas, blocks, rank, (count, 1), at_once=carried is by_pieces)
+        among = levels(replicas, blocks, rank, (count, 1), at_once=carried is by_pieces)
         carriers, cut = carried(own, rank, among, count, sent)
         made = flat.Flat(SPECS, replicas, among, cut)
         if fault is not None:

@@ -9,13 +9,14 @@ import torch
 from torch import distributed as dist
 
 import phalanx
-from phalanx.engines.flat import Flat, levels
+from phalanx.engines.flat import Flat
 from phalanx.engines.hosts import pieces
 from phalanx.engines.hosts.across import UNKNOWN, Across
 from phalanx.engines.hosts.gloo import Rendezvous
 from phalanx.engines.hosts.pieces import AddedAcross, Pieces, in_pieces, tensor_of
 from phalanx.frameworks.torch.arithmetic import spec_of
-from phalanx.plan.fold import fold_values, grouped, hosts, remaining
+from phalanx.plan.fold import fold_values, hosts, remaining
+from phalanx.plan.levels import grouped, levels
 from phalanx.seams.records import Part
 from tests.orders import triples
 

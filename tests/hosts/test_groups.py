@@ -12,12 +12,12 @@ import random
 import pytest
 import torch
 
-from phalanx.engines.flat import Flat, levels
+from phalanx.engines.flat import Flat
 from phalanx.engines.hosts import gloo
 from phalanx.engines.hosts.gloo import Gloo
 from phalanx.engines.hosts.pieces import Pieces, in_pieces
-from phalanx.plan import fold
-from phalanx.plan.fold import Fold, grouped, place
+from phalanx.plan.fold import Fold, place
+from phalanx.plan.levels import MANY, grouped, levels
 from phalanx.shared.layout import Spec
 
 SHAPES = [(17, 3), (7,), (), (40,)]
@@ -157,7 +157,7 @@ def test_many_hosts_send_few_messages(hosts):
 def test_every_number_of_hosts():
     """From the number alone: two levels, whose messages grow as its root; few are one group, as are 17, 19 and 23."""
     assert [count for count in range(1, 40) if len(grouped(count)) == 1] == [*range(1, 16), 17, 19, 22, 23, 26, 29, 31]
-    for count in range(2 * fold.MANY, 3000):
+    for count in range(2 * MANY, 3000):
         groups, last = grouped(count)
         assert last == 1
         assert most_messages(count, groups) <= 2 * 2.7 * math.sqrt(count), (count, groups)

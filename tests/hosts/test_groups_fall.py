@@ -11,7 +11,7 @@ import pytest
 from phalanx.engines.hosts.board import Network
 from phalanx.engines.hosts.gloo import Gloo
 from phalanx.engines.hosts.pieces import Pieces
-from phalanx.plan import fold
+from phalanx.plan import levels
 from tests.devices.planting import CALLER
 from tests.families import FAMILIES
 from tests.hosts.network import output
@@ -23,10 +23,10 @@ HOSTS, REPLICAS, STEPS, STRUCK = 4, 5, 12, 5  # a group of two hosts has two sum
 JOB = """
 import json, sys
 import phalanx
-from phalanx.plan import fold
+from phalanx.plan import levels
 from tests.devices.planting import Planted
 from tests.hosts import test_groups_fall
-fold.MANY = test_groups_fall.HOSTS  # planted
+levels.MANY = test_groups_fall.HOSTS  # planted
 recipe = test_groups_fall.recipe()
 recipe = recipe.replace(make_model=Planted(recipe.make_model, test_groups_fall.Dies(*sys.argv[1:])))
 try:
@@ -51,7 +51,7 @@ class Dies:
         self.moment, self.when, self.whole, self.folder = moment, when, whole, folder
 
     def __call__(self, patch):
-        patch.setattr(fold, "MANY", HOSTS)
+        patch.setattr(levels, "MANY", HOSTS)
         level, _, name = self.moment.rpartition(" ")
         owner = {"deal": Pieces, "gather": Pieces, "tell": Gloo, "note": Network}[name]
         name = "_gather_by_doubling" if name == "tell" else name

@@ -12,15 +12,14 @@ do it in groups first, too, so that nobody has to send to all. The bytes stay th
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from phalanx.plan.fold import Node, added, covers, remaining
-from phalanx.plan.shares import share_bounds
+from phalanx.plan.fold import added
+from phalanx.plan.levels import Level
 from phalanx.seams.records import Vector
 from phalanx.shared.layout import Spec
 
@@ -65,65 +64,6 @@ class Carrier(Protocol):
 
     def wait(self, work: Any) -> None:
         """Wait for what was begun."""
-
-
-class Level(NamedTuple):
-    """Workers among which sums are added up: those of a host, of a group of hosts, or of equal position in all groups.
-
-    Attributes
-    ----------
-    ranks : sequence of int
-        Who they are. None where this worker has no part, as it had no slice a level before.
-    position : int
-        Which of them this worker is.
-    adders : int
-        So many of them add up: the first ones. A group that is larger than others has one more, which only sends its
-        sums, and gets the result.
-    whole : bool
-        Whether each adds up whole sums, and not a slice of them, so that nothing has to be gathered.
-    counts : list of int
-        The sums that each of them has.
-    sums : list of (Node, list of int)
-        Each of their sums: its node of the fold's tree, and of which workers' sums, counted over all, it is made.
-    groups : list of list of int
-        Which of the sums are added up to each one that is left here.
-    """
-
-    ranks: Sequence[int]
-    position: int
-    adders: int
-    whole: bool
-    counts: list[int]
-    sums: list[tuple[Node, list[int]]]
-    groups: list[list[int]]
-
-    @property
-    def slices(self) -> int:
-        """Into how many slices sums are cut."""
-        return 1 if self.whole else self.adders
-
-    @property
-    def adds(self) -> bool:
-        """Whether this worker adds up anything."""
-        return self.position < self.adders
-
-
-class Unit(NamedTuple):
-    """What is added up at a level: a worker at first, then groups.
-
-    Attributes
-    ----------
-    block : range
-        Its replicas.
-    owners : list of int
-        Workers that have a slice of its sums each.
-    sums : list of (Node, list of int)
-        As those of a level.
-    """
-
-    block: range
-    owners: list[int]
-    sums: list[tuple[Node, list[int]]]
 
 
 class Stretch(NamedTuple):
@@ -183,40 +123,6 @@ class Layout(NamedTuple):
 
     rows: list[Row]
     buckets: list[Bucket]
-
-
-def levels(
-    replicas: int, blocks: Sequence[range], rank: int, groups: Sequence[int] = (1,), *, at_once: bool = False
-) -> list[Level]:
-    """Among whom a worker exchanges sums, in order.
-
-    ``groups``: into how many groups workers are cut, and these into at the next level, one after another; the last is
-    1. Any cut is exact, as nodes of the fold's tree that a group cannot add up go on as they are.
-    ``at_once``: two with one sum each send it whole, at the last level, in one round, which is as much traffic.
-    """
-    found, numbers = list[Level](), itertools.count()
-    units = [
-        Unit(block, [worker], [(node, [next(numbers)]) for node in remaining(replicas, block)])
-        for worker, block in enumerate(blocks)
-    ]
-    for count in groups:
-        whole = at_once and count == 1 and [len(unit.sums) for unit in units] == [1, 1]
-        cut = [units[begin:end] for begin, end in share_bounds(len(units), count)]
-        adders, units = min(map(len, cut)), []
-        mine = Level((), 0, adders, whole, [], [], [])
-        for group in cut:
-            block = range(group[0].block.start, group[-1].block.stop)
-            counts, sums = [len(unit.sums) for unit in group], [each for unit in group for each in unit.sums]
-            tops = remaining(replicas, block)
-            below = [[at for at, (node, _) in enumerate(sums) if covers(top, node)] for top in tops]
-            for ranks in zip(*(unit.owners for unit in group), strict=True):
-                if rank in ranks:
-                    mine = Level(ranks, ranks.index(rank), adders, whole, counts, sums, below)
-            made_of = [[number for at in of for number in sums[at][1]] for of in below]
-            owners = [owner for unit in group[:adders] for owner in unit.owners]
-            units.append(Unit(block, owners, list(zip(tops, made_of, strict=True))))
-        found.append(mine)
-    return found
 
 
 class Flat:

@@ -13,7 +13,6 @@ A worker hosts such a block. Where the blocks are cut moves work and bytes, neve
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,6 @@ from typing import Any, Generic, TypeVar
 from phalanx.plan.shares import share_bounds
 
 T = TypeVar("T")
-# So many hosts do not send to all others any more. By benchmarks/exchange_model.py --processor 5 two levels are faster
-# from 6 hosts on for sums of many pieces, from 20 on for small ones. At 16 they lose nothing.
-MANY = 16
 Node = tuple[int, int]  # (level, index) in the fold's tree
 
 
@@ -214,17 +210,3 @@ def hosts(replicas: int, count: int, workers: int) -> tuple[tuple[range, ...], t
     return blocks, tuple(
         Placement(replicas, tuple(block[a:b] for a, b in share_bounds(len(block), workers))) for block in blocks
     )
-
-
-def grouped(count: int) -> tuple[int, ...]:
-    """Into how many groups so many hosts are cut, which add up among them first; ``(1,)``: they are few.
-
-    The number decides alone, so all take it alike. Groups are about as many as each has members, of which a power of 2
-    is best, as a branch of the tree leaves one sum. Where groups cannot be equal, some have a member more, which costs
-    bytes: 1 / members of a group. So there are half as many.
-    """
-    root = math.isqrt(count)
-    even = [groups for groups in range(root // 2 + 1, root + 1) if count % groups == 0]
-    if count < (MANY if even else 2 * MANY):
-        return (1,)
-    return max(even, key=lambda groups: ((count // groups).bit_count() == 1, groups), default=(root + 1) // 2), 1

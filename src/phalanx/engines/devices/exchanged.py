@@ -19,11 +19,12 @@ from phalanx.engines.devices.buckets import in_buckets
 from phalanx.engines.devices.early import Early, sums_with
 from phalanx.engines.devices.spread import Spread
 from phalanx.engines.devices.transport import Transport
-from phalanx.engines.flat import Flat, Homes, levels
+from phalanx.engines.flat import Flat, Homes
 from phalanx.engines.processes.board import CHECK_STEPS, Shared, Station
 from phalanx.frameworks.torch.accelerators import watched
 from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan.fold import Fold
+from phalanx.plan.levels import levels
 from phalanx.plan.shares import share_weights
 from phalanx.seams.records import Part, Vector, losses_of, with_losses
 from phalanx.shared.state import CopiedShard

@@ -28,7 +28,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.errors import SeveredError
-from phalanx.plan.fold import grouped
+from phalanx.plan.levels import grouped
 
 T = TypeVar("T")
 BRIEF_SECONDS = 0.005

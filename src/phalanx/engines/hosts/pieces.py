@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.engines.flat import Cut, Flat, Homes, Level, Mask, add, levels
+from phalanx.engines.flat import Cut, Flat, Homes, Mask, add
 from phalanx.engines.hosts.gloo import Gloo, Rendezvous
 from phalanx.engines.processes.board import Station
-from phalanx.plan.fold import grouped
+from phalanx.plan.levels import Level, grouped, levels
 from phalanx.seams import Order
 from phalanx.seams.records import Vector
 
