@@ -143,7 +143,6 @@ def test_groups_of_any_size_have_the_folds_bits(hosts, replicas, groups):
     assert all(total == wanted for total, _ in found)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("hosts", [16, 18, 30, 36, 37, 61])
 def test_many_hosts_send_few_messages(hosts):
     """As many as the formula says, and the bits of one host; hosts that are few, or 17, send to all others."""
