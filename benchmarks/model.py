@@ -11,6 +11,8 @@ import math
 import pathlib
 from typing import NamedTuple
 
+from phalanx.plan.levels import grouped
+
 BYTES = 4
 LATENCY = 50e-6  # seconds from host to host in one data centre, through TCP
 CASES = {"mlp": (10_020_000, 0.070), "gpt": (1_890_000, 0.095)}  # parameters, seconds of a step alone (2 workers)
@@ -25,11 +27,11 @@ def traffic(way: str, parameters: int, hosts: int) -> float:
 
 
 def rounds(way: str, hosts: int) -> float:
-    """Latencies that follow one another. phalanx sends slices and sums directly, and losses beside the slices."""
+    """Latencies that follow one another. phalanx sends slices and sums directly, or in two levels."""
     if hosts == 1:
         return 0
     return {
-        "phalanx": 1 if hosts == 2 else 2,  # of two hosts each gets the whole of the other's sums
+        "phalanx": 1 if hosts == 2 else 2 * len(grouped(hosts)),  # of two each gets the whole of the other's sums
         "ring": 2 * (hosts - 1),
         "tree": 2 * math.ceil(math.log2(hosts)),
     }[way]

@@ -13,10 +13,11 @@ from phalanx.engines import flat
 from phalanx.engines.devices import transport
 from phalanx.engines.devices.buckets import in_buckets
 from phalanx.engines.hosts.gloo import Gloo
-from phalanx.engines.hosts.pieces import Pieces, in_pieces, ranks_of
+from phalanx.engines.hosts.pieces import Pieces, in_pieces
 from phalanx.engines.hosts.world import in_rows
 from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan.fold import Fold, place
+from phalanx.plan.levels import levels
 from phalanx.shared.layout import Spec
 
 SHAPES = [(1000, 701), (7,), (64, 64), (), (5000,)]
@@ -48,22 +49,23 @@ def folded(vectors, block, replicas):
     return [partial.value for partial in fold.partials()]
 
 
-def by_transport(store, rank, workers, count, sent):
+def by_transport(store, rank, among, count, sent):
     """What connects devices, and how their gradients are cut; ``sent`` gets the bytes that leave the host."""
+    workers = len(among[0].ranks) * count
     link = transport.Transport(store, rank, workers, torch.device("cpu"), 30.0, "lo", lambda: None, count)
     outer = link.levels[-1]
     for name in ("all_to_all", "gather"):
         setattr(outer, name, noted(getattr(outer, name), sent, rank // (workers // count)))
-    return link.levels, in_buckets, {}
+    return link.levels, in_buckets
 
 
-def by_pieces(store, rank, workers, count, sent):
+def by_pieces(store, rank, among, count, sent):
     """The same of workers of several hosts without devices."""
-    gloo, here = Gloo(store, rank, workers, 30.0, "lo"), ranks_of(workers, rank, count)[0]
+    here = among[0].ranks
+    gloo = Gloo(store, rank, len(here) * count, 30.0, "lo")
     send = gloo.begin_send
     gloo.begin_send = lambda tensor, other: sent.append(tensor.nbytes * (other not in here)) or send(tensor, other)
-    carriers = [Pieces(gloo, ranks, ranks.index(rank)) for ranks in ranks_of(workers, rank, count)]
-    return carriers, in_pieces, {"at_once": True}
+    return [Pieces(gloo, level) for level in among], in_pieces
 
 
 CARRIERS = [by_transport, by_pieces]
@@ -81,8 +83,9 @@ def exchanged(replicas, workers, count, vectors, blocks=None, fault=None, carrie
     def work(rank):
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=limit)
         sent = []
-        carriers, cut, options = carried(own, rank, workers, count, sent)
-        made = flat.Flat(SPECS, replicas, flat.levels(replicas, blocks, rank, count, **options), cut)
+        among = levels(replicas, blocks, rank, (count, 1), at_once=carried is by_pieces)
+        carriers, cut = carried(own, rank, among, count, sent)
+        made = flat.Flat(SPECS, replicas, among, cut)
         if fault is not None:
             fault(made)
         mine = folded(vectors, blocks[rank], replicas)

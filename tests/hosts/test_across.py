@@ -9,13 +9,14 @@ import torch
 from torch import distributed as dist
 
 import phalanx
-from phalanx.engines.flat import Flat, levels
+from phalanx.engines.flat import Flat
 from phalanx.engines.hosts import pieces
 from phalanx.engines.hosts.across import UNKNOWN, Across
 from phalanx.engines.hosts.gloo import Rendezvous
 from phalanx.engines.hosts.pieces import AddedAcross, Pieces, in_pieces, tensor_of
 from phalanx.frameworks.torch.arithmetic import spec_of
 from phalanx.plan.fold import fold_values, hosts, remaining
+from phalanx.plan.levels import grouped, levels
 from phalanx.seams.records import Part
 from tests.orders import triples
 
@@ -35,11 +36,12 @@ def together(count, replicas, work, blanks):
             rendezvous = Rendezvous(("127.0.0.1", store.port), run, rank, blocks, 20.0, "lo")
             gloo = rendezvous.meet("all", rank, count)
             across = Across(rendezvous, gloo, replicas, len(blanks))
-            among = levels(replicas, blocks, rank, at_once=True)
+            among = levels(replicas, blocks, rank, grouped(count), at_once=True)
             specs = [spec_of(tensor_of(blank)) for blank in blanks]
             flat = Flat(specs, replicas, among, in_pieces, owned=range(len(blanks)))
+            carriers = [Pieces(gloo, level) for level in among if level.ranks]
             own = [[at] for at in range(len(remaining(replicas, blocks[rank])))]
-            found[rank] = work(rank, across, AddedAcross(flat, [Pieces(gloo, range(count), rank)], own, blanks))
+            found[rank] = work(rank, across, AddedAcross(flat, carriers, own, blanks))
         except BaseException as error:
             found[rank] = error
 
@@ -90,9 +92,9 @@ def bits(array):
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("as_array", [same, as_numpy])
-@pytest.mark.parametrize(("replicas", "count"), [(8, 2), (7, 2), (7, 3), (5, 4), (3, 1)])
+@pytest.mark.parametrize(("replicas", "count"), [(8, 2), (7, 2), (7, 3), (5, 4), (3, 1), (40, 18)])
 def test_sums_have_the_bits_of_the_fold(monkeypatch, replicas, count, as_array):
-    """Any hosts, some gradients missing, several dtypes, in many pieces: each sum is that of all replicas in order."""
+    """Any hosts, many too, some gradients missing, several dtypes, in many pieces: each sum is as if in one place."""
     monkeypatch.setattr(pieces, "MOST", 24)
     blanks = [as_array(torch.empty(shape, dtype=DTYPES.get(at))) for at, shape in enumerate(SHAPES)]
     vectors = gradients(replicas, replicas * count, as_array)

@@ -5,18 +5,21 @@ adds these up in the fold's order, and gives the result to all. Where each worke
 ring all-reduce, 2 N (P - 1) / P elements. What only moves bytes cannot change a bit.
 
 Where workers are on several hosts, those of a host do the first half among them. Then workers of equal position do it
-with their slices, over the network: 2 N (H - 1) / H elements for a host, where its replicas leave one sum.
+with their slices, over the network: 2 N (H - 1) / H elements for a host, where its replicas leave one sum. Many hosts
+do it in groups first, too, so that nobody has to send to all. The bytes stay the same where groups are equally large.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from phalanx.plan.fold import Node, added, covers, remaining
+from phalanx.plan.fold import added
+from phalanx.plan.levels import Level
 from phalanx.seams.records import Vector
 from phalanx.shared.layout import Spec
 
@@ -30,6 +33,7 @@ IN_FLIGHT = 2
 Journey = Iterator[Any]  # of a bucket: something is under way after each step; the last one gives all slices
 Homes = Callable[[int], list[torch.Tensor]]  # of a parameter: where its gradient lies in each of this worker's sums
 Room = Callable[..., torch.Tensor]
+Region = tuple[int, int]  # of a bucket: where it begins, and its elements
 Fill = Callable[[Sequence[int], Homes], None]
 # Rows: where parameters begin in each, and (begin, elements of a slice) of its buckets.
 Cut = list[tuple[dict[int, int], list[tuple[int, int]]]]
@@ -60,36 +64,6 @@ class Carrier(Protocol):
 
     def wait(self, work: Any) -> None:
         """Wait for what was begun."""
-
-
-class Level(NamedTuple):
-    """Workers among which sums are added up: those of a host, or those of equal position on all hosts.
-
-    Attributes
-    ----------
-    size, position : int
-        How many there are, and which this worker is.
-    whole : bool
-        Whether each adds up whole sums, and not a slice of them, so that nothing has to be gathered.
-    counts : list of int
-        The sums that each of them has.
-    sums : list of (Node, list of int)
-        Each of their sums: its node of the fold's tree, and of which workers' sums, counted over all, it is made.
-    groups : list of list of int
-        Which of the sums are added up to each one that is left here.
-    """
-
-    size: int
-    position: int
-    whole: bool
-    counts: list[int]
-    sums: list[tuple[Node, list[int]]]
-    groups: list[list[int]]
-
-    @property
-    def slices(self) -> int:
-        """Into how many slices sums are cut."""
-        return 1 if self.whole else self.size
 
 
 class Stretch(NamedTuple):
@@ -151,29 +125,6 @@ class Layout(NamedTuple):
     buckets: list[Bucket]
 
 
-def levels(replicas: int, blocks: Sequence[range], rank: int, hosts: int = 1, *, at_once: bool = False) -> list[Level]:
-    """Among whom a worker exchanges sums, in order. Each host has equally many workers, one after another.
-
-    ``at_once``: two with one sum each send it whole, at the last level, in one round, which is as much traffic.
-    """
-    nodes = [remaining(replicas, block) for block in blocks]
-    starts = [sum(map(len, nodes[:worker])) for worker in range(len(nodes))]
-    every = [node for own in nodes for node in own]
-    each = len(blocks) // hosts
-    host, position = divmod(rank, each)
-    cuts = [range(first, first + each) for first in range(0, len(blocks), each)]
-    own = cuts[host]
-    within = [(node, [starts[worker] + at]) for worker in own for at, node in enumerate(nodes[worker])]
-    tops = [remaining(replicas, range(blocks[cut[0]].start, blocks[cut[-1]].stop)) for cut in cuts]
-    groups = [[at for at, (node, _) in enumerate(within) if covers(top, node)] for top in tops[host]]
-    whole = [(top, [number for number, node in enumerate(every) if covers(top, node)]) for of in tops for top in of]
-    counts, outer = [len(nodes[worker]) for worker in own], list(map(len, tops))
-    if hosts == 1:
-        return [Level(each, position, at_once and counts == [1, 1], counts, within, groups)]
-    across = Level(hosts, host, at_once and outer == [1, 1], outer, whole, [list(range(len(whole)))])
-    return [Level(each, position, False, counts, within, groups), across]
-
-
 class Flat:
     """What several workers' sums add up to, divided or not.
 
@@ -208,16 +159,16 @@ class Flat:
         device: str = "cpu",
         owned: Sequence[int] | None = None,
     ) -> None:
-        self._device, self._replicas, self._among, self._cut = device, replicas, among, cut
-        self.steps = sum(2 - level.whole for level in among)
+        self._device, self._replicas, self._cut = device, replicas, cut
+        self._among = [level for level in among if level.ranks]
+        self.steps = sum(2 - level.whole for level in self._among)
         self._like = [
             torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device="meta")
             for spec in specs
         ]
         self._owned = range(len(specs))[::-1] if owned is None else owned
-        self._own, self._slices = among[0].counts[among[0].position], 1
-        for level in among:
-            self._slices *= level.slices
+        self._own = among[0].counts[among[0].position]
+        self._slices = math.prod(level.slices for level in among)
         self._laid_out = functools.lru_cache(PATTERNS)(self._lay_out)
         self._rooms: dict[Any, torch.Tensor] = {}
 
@@ -235,7 +186,7 @@ class Flat:
         Parameters
         ----------
         carriers : sequence of Carrier
-            One for each level.
+            One for each level in which this worker has a part.
         masks : sequence of bytes
             Which gradients each node of all workers has.
         fill : callable
@@ -308,20 +259,23 @@ class Flat:
             return scratch(self._rooms, (name, slot, depth, row.dtype), most, row.dtype, self._device)[:size]
 
         sums = self._packed(layout, bucket.row)[:, here]
-        total, begin = yield from self._added_up(carriers, row, bucket.begin, sums, target, room)
-        yield from self._given_to_all(carriers, over(total), begin, target, room)
+        total, regions = yield from self._added_up(carriers, row, bucket.begin, sums, target, room)
+        yield from self._given_to_all(carriers, over(total), regions, target, room)
 
     def _added_up(
         self, carriers: Sequence[Carrier], row: Row, first: int, sums: torch.Tensor, target: torch.Tensor, room: Room
-    ) -> Generator[Any, None, tuple[torch.Tensor, int]]:
-        """A slice of the sum of a bucket, which begins at ``first``, level by level; and where it begins there."""
-        begin, length = 0, sums.shape[1]
+    ) -> Generator[Any, None, tuple[torch.Tensor, list[Region]]]:
+        """A slice of the sum of a bucket, which begins at ``first``, level by level; and what each level has cut."""
+        regions, begin, length = list[Region](), 0, sums.shape[1]
         for depth, (level, carrier) in enumerate(zip(self._among, carriers, strict=True)):
+            regions.append((begin, length))
             length //= level.slices
             dealt = sums.view(len(sums), level.slices, length)
             work, rows = carrier.deal(dealt, level.counts, functools.partial(room, depth))
             yield
             carrier.wait(work)
+            if not level.adds:
+                return sums[0, :0], regions
             begin += level.position % level.slices * length
             if carrier.in_place and depth + 1 == len(self._among):
                 sums = target[None, begin : begin + length]
@@ -329,15 +283,15 @@ class Flat:
                 sums = room(depth, "sum", len(level.groups) * length).view(-1, length)
             for total, its_stretches in zip(sums, row.stretches[depth], strict=True):
                 fold_stretches(total, rows, its_stretches, first + begin)
-        return sums[0], begin
+        return sums[0], regions
 
     def _given_to_all(
-        self, carriers: Sequence[Carrier], mean: torch.Tensor, begin: int, target: torch.Tensor, room: Room
+        self, carriers: Sequence[Carrier], mean: torch.Tensor, regions: list[Region], target: torch.Tensor, room: Room
     ) -> Journey:
-        """The whole bucket's mean, of which this worker has the slice at ``begin``."""
+        """The whole bucket's mean, of which this worker has a slice."""
         for depth, (level, carrier) in reversed(list(enumerate(zip(self._among, carriers, strict=True)))):
             if not level.whole:
-                begin, length = begin - level.position * len(mean), level.slices * len(mean)
+                begin, length = regions[depth]
                 at_home = depth == 0 or carrier.in_place
                 whole = target[begin : begin + length] if at_home else room(depth, "whole", length, own=True)
                 work = carrier.gather(whole, mean)

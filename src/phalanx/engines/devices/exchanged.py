@@ -19,11 +19,12 @@ from phalanx.engines.devices.buckets import in_buckets
 from phalanx.engines.devices.early import Early, sums_with
 from phalanx.engines.devices.spread import Spread
 from phalanx.engines.devices.transport import Transport
-from phalanx.engines.flat import Flat, Homes, levels
+from phalanx.engines.flat import Flat, Homes
 from phalanx.engines.processes.board import CHECK_STEPS, Shared, Station
 from phalanx.frameworks.torch.accelerators import watched
 from phalanx.frameworks.torch.arithmetic import copy_all
 from phalanx.plan.fold import Fold
+from phalanx.plan.levels import levels
 from phalanx.plan.shares import share_weights
 from phalanx.seams.records import Part, Vector, losses_of, with_losses
 from phalanx.shared.state import CopiedShard
@@ -66,7 +67,7 @@ class Exchanged:
         self._station, self._board, self._shard = station, board, station.shard
         self._framework, self._hosted = station.framework, station.hosted
         self._replicas, contents = station.placement.replicas, station.plan.layout.contents
-        among = levels(self._replicas, blocks, rank, hosts)
+        among = levels(self._replicas, blocks, rank, (1,) if hosts == 1 else (hosts, 1))
         self._flat = Flat(contents.gradients, self._replicas, among, in_buckets, device)
         self._watched = functools.partial(watched, [torch.device(device)])
         self._spread = Spread(contents.buffers, blocks, rank, device)

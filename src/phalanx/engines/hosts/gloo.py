@@ -28,6 +28,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from phalanx.errors import SeveredError, UsageError
+from phalanx.plan.levels import grouped
 
 T = TypeVar("T")
 BRIEF_SECONDS = 0.005
@@ -106,7 +107,7 @@ class Gloo:
         self, store: Any, rank: int, size: int, seconds: float, interface: str, check: Callable[[], object] = bool,
         key: bytes = b"",
     ) -> None:  # fmt: skip
-        self._check = check
+        self._check, self._rank, self._size = check, rank, size
         named = os.environ.get(INTERFACE, interface).partition(",")[0]
         options = GROUP._Options()
         options._timeout = datetime.timedelta(seconds=seconds)
@@ -135,6 +136,9 @@ class Gloo:
 
     def gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
         """Fill ``gathered`` with the bytes of all processes, equally many of each, in the order of ranks."""
+        if len(grouped(self._size)) > 1:
+            in_thread(lambda: self._gather_by_doubling(gathered, mine), self._check)
+            return
         work = self._call(self.group._allgather_base, gathered, mine)
         try:
             poll(work.is_completed, self._check)
@@ -142,6 +146,21 @@ class Gloo:
             LEFT.append((self.group, work, gathered, mine))
             raise
         self._call(work.wait)
+
+    def _gather_by_doubling(self, gathered: torch.Tensor, mine: torch.Tensor) -> None:
+        """The same in log2 rounds of a message each, for any number of processes: who has k rows gets the next k.
+
+        Gloo's own gather is a ring, of H - 1 rounds of two messages. A thread waits here, as no one can ask torch
+        whether something that was sent or received by itself is there.
+        """
+        rows, have = torch.empty_like(gathered).view(self._size, -1), 1  # of this process, and those that follow
+        rows[0] = mine
+        while have < self._size:
+            more = min(have, self._size - have)
+            came = self.begin_receive(rows[have : have + more], (self._rank + have) % self._size)
+            self.wait([came, self.begin_send(rows[:more], (self._rank - have) % self._size)])
+            have += more
+        gathered.view(self._size, -1).copy_(rows.roll(self._rank, 0))
 
     def begin_send(self, tensor: torch.Tensor, other: int) -> Any:
         """Begin to send memory to another process. It must not be written until the work is waited for."""

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.engines.flat import Cut, Flat, Homes, Mask, add, levels
+from phalanx.engines.flat import Cut, Flat, Homes, Mask, add
 from phalanx.engines.hosts.gloo import Gloo, Rendezvous
 from phalanx.engines.processes.board import Station
+from phalanx.plan.levels import Level, grouped, levels
 from phalanx.seams import Order
 from phalanx.seams.records import Vector
 
@@ -25,36 +26,38 @@ class Pieces:
     ----------
     gloo : Gloo
         One connection for all levels: an error closes it, and so everybody learns of it at once.
-    ranks : sequence of int
-        The processes of this level.
-    position : int
-        This worker's among them.
+    level : Level
     """
 
     in_place = True
 
-    def __init__(self, gloo: Gloo, ranks: Sequence[int], position: int) -> None:
-        self._gloo, self._position = gloo, position
-        self._others = [(other, rank) for other, rank in enumerate(ranks) if other != position]
+    def __init__(self, gloo: Gloo, level: Level) -> None:
+        self._gloo, self._level = gloo, level
+        self._others = [(other, rank) for other, rank in enumerate(level.ranks) if other != level.position]
 
     def deal(self, sums: torch.Tensor, counts: Sequence[int], room: Callable[..., torch.Tensor]) -> Any:
-        slices, works = sums.shape[1], list[Any]()
-        rows = [list(sums[:, self._position % slices])] * len(counts)
+        level, slices, works = self._level, sums.shape[1], list[Any]()
+        rows = [list(sums[:, level.position % slices])] * len(counts)
         for other, rank in self._others:
-            received = room(f"from {other}", counts[other] * sums.shape[2]).view(counts[other], -1)
-            rows[other] = list(received)
-            works.append(self._gloo.begin_receive(received, rank))
-            works.append(self._gloo.begin_send(sums[:, other % slices].contiguous(), rank))
+            if level.adds:
+                received = room(f"from {other}", counts[other] * sums.shape[2]).view(counts[other], -1)
+                rows[other] = list(received)
+                works.append(self._gloo.begin_receive(received, rank))
+            if other < level.adders:
+                works.append(self._gloo.begin_send(sums[:, other % slices].contiguous(), rank))
         return works, [row for of_worker in rows for row in of_worker]
 
     def wait(self, work: Any) -> None:
         self._gloo.wait(work)
 
     def gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Any:
-        works, slices = list[Any](), whole.view(-1, len(mine))
+        level, works = self._level, list[Any]()
+        slices = whole.view(level.adders, -1)
         for other, rank in self._others:
-            works.append(self._gloo.begin_receive(slices[other], rank))
-            works.append(self._gloo.begin_send(mine, rank))
+            if other < level.adders:
+                works.append(self._gloo.begin_receive(slices[other], rank))
+            if level.adds:
+                works.append(self._gloo.begin_send(mine, rank))
         return works
 
 
@@ -65,7 +68,7 @@ class AddedAcross:
     ----------
     flat : Flat
     carriers : sequence of Pieces
-        One for each level.
+        One for each level in which this worker has a part.
     groups : list of list of int
         Which sums of a host's workers are added up to each of the host's.
     blanks : sequence of arrays
@@ -99,18 +102,12 @@ def added_across(station: Station, rendezvous: Rendezvous, gloo: Gloo, groups: S
     """What adds other hosts' sums to those of a worker's host; ``gloo`` connects it to its counterparts on all."""
     blocks, rank, hosts = rendezvous.blocks, rendezvous.rank, rendezvous.hosts
     layout = station.plan.layout
-    among = levels(station.placement.replicas, blocks, rank, hosts, at_once=True)
+    groups_of = grouped(len(blocks)) if hosts == 1 else (hosts, *grouped(hosts))
+    among = levels(station.placement.replicas, blocks, rank, groups_of, at_once=True)
     owned = layout.owned(station.worker)
     flat = Flat(layout.contents.gradients, station.placement.replicas, among, in_pieces, owned=owned)
-    carriers = [Pieces(gloo, ranks, ranks.index(rank)) for ranks in ranks_of(len(blocks), rank, hosts)]
+    carriers = [Pieces(gloo, level) for level in among if level.ranks]
     return AddedAcross(flat, carriers, groups, station.blanks())
-
-
-def ranks_of(size: int, rank: int, hosts: int) -> list[range]:
-    """The processes of each level: those of a host, then those of equal position on all hosts; else all."""
-    each = size // hosts
-    host, position = divmod(rank, each)
-    return [range(size)] if hosts == 1 else [range(host * each, (host + 1) * each), range(position, size, each)]
 
 
 def in_pieces(sizes: dict[int, int], itemsize: int, slices: int) -> Cut:
