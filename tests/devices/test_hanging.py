@@ -153,7 +153,7 @@ from phalanx.engines.hosts import world
 accelerator.accelerator()
 accelerator.accelerators.MENTIONED.add("local")
 os.environ["LOCAL_RANK"] = str(rank)
-world._host = lambda: f"host {{rank // {each}}}"
+world.host_name = lambda: f"host {{rank // {each}}}"
 recipe = test_hanging.trapped(test_hanging.recipe(8, batch_size=16), {folder!r}, 0, {place!r},
     rank="{victim}", fault=getattr(test_hanging, "{fault}", None))
 def finish():

@@ -58,7 +58,7 @@ def test_devices_of_two_hosts(fake):
         FAKE
         + """
 from phalanx.engines.hosts import world
-world._host = lambda: f"host {rank // 2}"
+world.host_name = lambda: f"host {rank // 2}"
 rendezvous = world.World.rendezvous
 world.World.rendezvous = lambda own, blocks: told.append(rendezvous(own, blocks).hosts) or rendezvous(own, blocks)
 for name, replicas in [("mlp", 4), ("conv_norm", 7)]:

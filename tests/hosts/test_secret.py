@@ -211,7 +211,7 @@ def test_without_a_secret_a_run_over_hosts_says_so(capsys, monkeypatch):
     from phalanx.engines.hosts import world as module
 
     told = []
-    monkeypatch.setattr(module, "say", told.append)
+    monkeypatch.setattr("phalanx.engines.hosts.addresses.say", told.append)
     monkeypatch.setattr(module, "Members", lambda *_: 1 / 0)  # planted: no further
     for address, rank, secret, lines in (("10.0.0.1", 0, "", 1), ("10.0.0.1", 1, "", 0), ("127.0.0.1", 0, "", 0),
                                          ("10.0.0.1", 0, SECRET, 0)):  # fmt: skip
@@ -231,7 +231,7 @@ def test_without_a_secret_a_run_over_hosts_says_so(capsys, monkeypatch):
 @pytest.mark.parametrize(("local", "what"), [(None, "said"), ("1", "refused"), ("2", "")])
 def test_a_name_that_is_loopback_at_process_0(local, what, monkeypatch):
     """Debian has 127.0.1.1 for a host's own name: nobody else comes to that. Refused if others are to come."""
-    from phalanx.engines.hosts import world as module
+    from phalanx.engines.hosts import addresses as module
 
     told = []
     monkeypatch.setattr(module, "say", told.append)
@@ -240,10 +240,10 @@ def test_a_name_that_is_loopback_at_process_0(local, what, monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     refused = pytest.raises(UsageError, match=r"127\.0\.1\.1 on the host")
     with refused if what == "refused" else contextlib.nullcontext():
-        module._look_at_address("host0", "127.0.1.1", 2, open_=True)  # planted: as process 0 does
+        module.look_at_address("host0", "127.0.1.1", 2, open_=True)  # planted: as process 0 does
     assert len(told) == (what == "said")
     for address, own in (("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1")):
-        module._look_at_address(address, own, 2, open_=True)  # planted: as process 0 does
+        module.look_at_address(address, own, 2, open_=True)  # planted: as process 0 does
     assert len(told) == (what == "said")
 
 

@@ -102,7 +102,7 @@ def test_whatever_is_not_as_usual(pair, replicas):
 TWO_HOSTS = """
 from phalanx.engines.hosts import world
 from tests.hosts.test_unusual_steps import digest
-world._host = lambda: f"host {{rank // 2}}"
+world.host_name = lambda: f"host {{rank // 2}}"
 rendezvous = world.World.rendezvous
 world.World.rendezvous = lambda own, blocks: told.append(rendezvous(own, blocks).hosts) or rendezvous(own, blocks)
 tried(lambda: digest(8, plant={plant}, deadline_seconds=20))

@@ -121,7 +121,7 @@ class Simulation(Observer):
             "state": lambda _: b"T" if self.parent() in schedule.frozen else b"S",
             "STORES": Own(schedule, collections.Counter), "RUNS": Own(schedule, collections.Counter),
             "surroundings": lambda: (rank(), self.size, address_of(0), PORT), "towards": lambda _: "",
-            "ends": lambda address: (address_of(rank()), address), "_host": lambda: f"host{rank()}",
+            "ends": lambda address: (address_of(rank()), address), "host_name": lambda: f"host{rank()}",
             "open_framework": lambda *_, **__: self.runs[schedule.process].framework,
             "checks": SimpleNamespace(warn=bool), "presence": SimpleNamespace(own=bool),
             "recorded_environment": dict, "shared": lambda _: ({}, {}),

@@ -176,7 +176,7 @@ class Many:
             "presence": SimpleNamespace(own=bool),
             "BEATS": BEATS,
             "in_thread": self.asked,
-            "_host": lambda: "back",
+            "host_name": lambda: "back",
         }
         names |= {
             "os": SimpleNamespace(getpid=lambda: 1, getppid=lambda: 1),

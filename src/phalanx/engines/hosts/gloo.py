@@ -6,16 +6,13 @@ same answer as in a run on one host.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import fcntl
 import hashlib
 import hmac
 import os
 import re
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +31,6 @@ T = TypeVar("T")
 BRIEF_SECONDS = 0.005
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
-SIOCGIFADDR = 0x8915
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.00001, 0.0005
 LEFT: list[Any] = []  # groups that were left while something was under way
 GROUP: Any = dist.ProcessGroupGloo
@@ -219,27 +215,3 @@ def answer(future: Future[T], ask: Callable[[], T]) -> None:
 def _short(error: Exception) -> str:
     """Torch's message, without its source location and its advice."""
     return re.sub(r"\[[^\]]*\.cc:\d+\] ?", "", str(error)).partition(". This is typically")[0].strip()
-
-
-def ends(address: str) -> tuple[str, str]:
-    """The address of this host on the way to another, and that of the other one."""
-    with contextlib.suppress(OSError):
-        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing
-            return probe.getsockname()[0], probe.getpeername()[0]
-    return "127.0.0.1", "127.0.0.1"
-
-
-def towards(address: str) -> str:
-    """The interface by which ``address`` is reached; "" if that cannot be told."""
-    if not address:
-        return ""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        own, _ = ends(address)
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                ifreq = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(ifreq[20:24]) == own:
-                    return name
-    return ""

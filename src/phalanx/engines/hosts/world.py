@@ -7,13 +7,10 @@ processes exchange JSON, and bytes of known layout.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import json
-import os
 import pathlib
-import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,12 +24,12 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.checkpoint.directory import is_marked, mark, newest_step
 from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
-from phalanx.engines.hosts.gloo import INTERFACE, LOOPBACK, TCP, Gloo, Rendezvous, answer, ends, in_thread, towards
+from phalanx.engines.hosts.addresses import ends, host_name, is_known, look_at_address, towards
+from phalanx.engines.hosts.gloo import INTERFACE, LOOPBACK, TCP, Gloo, Rendezvous, answer, in_thread
 from phalanx.engines.hosts.members import CLOSED, FAILED, LEAVES, Farewell, Members
 from phalanx.engines.hosts.messages import MOST_MEMBERS, NEWCOMERS, Door, key_of
 from phalanx.engines.hosts.stores import (
     POLL_SECONDS,
-    SECRET,
     Values,
     Waiting,
     address_of,
@@ -59,14 +56,6 @@ LONGEST = 600  # characters of an error that are told to others
 TRIES = 3  # to get who is a member
 ERRORS = {LEAVES: PeersLostError, CLOSED: LeftError}  # what the others of a run get, by how a process leaves it
 ENDED = ". So it has ended here, too"
-OPEN = (
-    "whoever reaches the ports of this run on {} can read its weights, join it and end it, as it has no secret; give "
-    f"all processes the same {SECRET}, or use a private network (docs/hosts.md)"
-)
-LOOPBACK_NAME = (
-    "MASTER_ADDR is {}, which is {} on the host of process 0, so processes on other machines do not reach it; give the "
-    "address that they know, or take the name out of the line in /etc/hosts; 127.0.0.1 if all are on this machine"
-)
 RUNS = [0]  # begun in this process; the same number in all processes
 
 
@@ -112,8 +101,8 @@ class World:
             )
         own, there = ends(address)
         secret, lonely = secret_of(secret_file), ""
-        if self.rank == 0 and RUNS[0] == 1 and _is_known(address):
-            lonely = _look_at_address(address, there, self.size, open_=not secret)
+        if self.rank == 0 and RUNS[0] == 1 and is_known(address):
+            lonely = look_at_address(address, there, self.size, open_=not secret)
         self._waiting = Waiting(f"process {self.rank} waits for {{}} (of {self.size}) at {address}:{port}")
         self._door = Door(key_of(secret, job_of(self.size, address, port)), self.size)
         self.members = Members(self.rank, own, port + self.rank, self._door, lost_after)
@@ -150,7 +139,7 @@ class World:
         PeersLostError, RunError
             A process did not come, or has left again; a RunError if it has failed.
         """
-        given = {**facts, "doubts": doubts, "host": _host(), "cores": list(cores), "place": self.members.place}
+        given = {**facts, "doubts": doubts, "host": host_name(), "cores": list(cores), "place": self.members.place}
         mine = json.loads(json.dumps(given, default=repr))
         self.members.facts = hashed(json.dumps([mine[name] for name in facts])).hex()
         if self.joins:
@@ -260,7 +249,7 @@ class World:
         """
         why: Exception | None = None
         for _ in range(TRIES):
-            chosen = self.members.join(_host())
+            chosen = self.members.join(host_name())
             if self.members.refused:
                 raise UsageError(
                     "a run is under way on these hosts, and its recipe, options, library versions or numeric "
@@ -459,32 +448,6 @@ def in_rows(hosts: Sequence[str]) -> int:
     return count if regular and len(hosts) > count else 1
 
 
-def _is_known(address: str) -> bool:
-    """Whether a name has an address by now: that of a new pod may come late."""
-    with contextlib.suppress(OSError):
-        return bool(socket.getaddrinfo(address, None))
-    return False
-
-
-def _look_at_address(address: str, own: str, size: int, *, open_: bool) -> str:
-    """Say where others reach this process if they cannot, or if anybody can. A UsageError if some cannot who should.
-
-    Returns why perhaps nobody can come; "" if they can.
-    """
-    if not own.startswith("127.") and own != "::1":
-        if open_:
-            say(OPEN.format(own))
-        return ""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", -1))
-    if here != size and address != "localhost" and not address.startswith(("127.", "::1")):
-        text = LOOPBACK_NAME.format(address, own)
-        if here > 0:
-            raise UsageError(text)
-        say(text)
-        return text
-    return ""
-
-
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:
     """How many processors a process has for itself, where others of the same host may run on them too."""
     mine = set(item["cores"])
@@ -500,12 +463,3 @@ def _differing(rank: int, own: int, name: str, theirs: Any, value: Any) -> str:
         f"{name} is {value!r} in process {own}, but {theirs!r} in process {rank}; all processes must have the same "
         "recipe, options, library versions and numeric environment"
     )
-
-
-def _host() -> str:
-    """What this host is called, and what tells network namespaces of one machine apart."""
-    name = socket.gethostname()[:40]
-    with contextlib.suppress(OSError):
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{name} {hashed([boot, os.readlink('/proc/self/ns/net')]).hex()[:16]}"
-    return name
