@@ -13,10 +13,10 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 264_600  # of the package, without docstrings and comments; lower it whenever you can
+TOKENS = 267_700  # of the package, without docstrings and comments; lower it whenever you can
 FILE_LINES = 500
 FUNCTION_LINES = 40
-TEST_LINES = 61_380  # of all files of tests; lower it whenever you can
+TEST_LINES = 62_600  # of all files of tests; lower it whenever you can
 TEST_FILE_LINES = 800
 
 NO_CODE = {
