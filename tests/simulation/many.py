@@ -159,6 +159,8 @@ class Many:
     ----------
     agreed : dict of int to list
         What each member has agreed on, and when: (moment, incarnation).
+    said : dict of int to (int, int)
+        Datagrams and bytes that each member sent from the fall until all had agreed.
     """
 
     def __init__(self, size, seed, fallen=(), cut=(), back=(), longest=LONGEST, times=1):
@@ -167,6 +169,7 @@ class Many:
         self.net = ManyNet(self.schedule)
         self.agreed = collections.defaultdict(list)
         self.worlds, self.ends, self.places, self.rosters, self.stopped = {}, {}, {}, {}, {}
+        self.said = {}
         self.struck_at, self.longest, self.times = math.inf, longest, times
 
     def run(self):
@@ -256,7 +259,13 @@ class Many:
         for process in [each for each in self.schedule.living if each.rank in self.fallen]:
             self.schedule.kill(process)
             self.net.silent.add(process.rank)
+        before = self.net.sent.copy(), self.net.bytes.copy()
         self.until(lambda: self.all_have(self.times))
+        self.said = {
+            rank: (self.net.sent[rank] - before[0][rank], self.net.bytes[rank] - before[1][rank])
+            for rank in range(self.size)
+            if rank not in self.fallen
+        }
         door = Door(key_of(b"", "many"), self.size)
         for rank in self.back:
             self.net.silent.discard(rank)
