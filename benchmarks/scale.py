@@ -31,6 +31,7 @@ from tests.simulation.many import LOST_AFTER, Many
 RESULTS = ROOT / "benchmarks" / "results"
 SHARES = {"one": lambda size: 1, "a tenth": lambda size: max(1, size // 10), "a third": lambda size: size // 3}
 SECONDS, BEATS = 4.0, 20  # of real members: how long they are counted; beats within lost_after
+NAMES = "members", "lost", "s after the silence", "datagrams of a hub", "of the middle", "KB of a hub", "of the middle"
 REAL = 8, 16, 32, 64
 
 
@@ -97,7 +98,7 @@ def beats(size):
 def table(names, rows):
     """Rows as Markdown."""
     spelled = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [names, ["---"] * len(names), *spelled])
+    return "\n".join(f"| {' | '.join(row)} |" for row in [list(names), ["---"] * len(names), *spelled])
 
 
 def picture(rows, path):
@@ -139,8 +140,8 @@ def main():
     rows = falls(given.sizes, given.seeds)
     text = "\n\n".join([
         "# Members of a run over many hosts",
-        f"`python benchmarks/scale.py`. Falls are simulated; of {given.seeds} seeds the worst. In the first the lowest members fall.",
-        table(["members", "lost", "s after the silence", "datagrams of a hub", "of the middle", "KB of a hub", "of the middle"], rows),
+        f"`python benchmarks/scale.py`. Falls are simulated. The worst of {given.seeds} seeds. In one the lowest fall.",
+        table(NAMES, rows),
         "![Falls](scale.png)",
         "While all is well, of real processes on loopback, with `lost_after=20`: one beat a second.",
         table(["members", "datagrams a second and member", "bytes"], well),
