@@ -22,7 +22,7 @@ INCARNATION = {
     "source": 0, "keeper": 0, "each": 2, "shared": False, "wide": False, "store": ["127.0.0.1", 4000],
 }  # fmt: skip
 CROWD = {str(rank): ["10.0.0.2", 29502, "b"] for rank in range(4)}
-BEAT = {"run": RUN, "number": 0, "members": [0, 1], "hears": [0], "places": None}
+BEAT = {"run": RUN, "number": 0, "members": [0, 1], "hears": [0], "places": None, "asks": True}
 SAID = [
     {"kind": "join", "facts": "ab" * 32, "host": "b", "sees": False, "proof": ""},
     {"kind": "prove", "proof": "ab"},

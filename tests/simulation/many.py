@@ -154,22 +154,31 @@ class Many:
         Seconds to wait for that.
     times : int
         How often they have to agree before.
+    looks : (float, float)
+        Seconds between two looks of a member at what has come: the least, and the most.
+    hung : collection of int
+        Members that do nothing once something falls, while the processes beside them go on.
+    patience : float
+        Seconds after which members go on without those.
 
     Attributes
     ----------
     agreed : dict of int to list
         What each member has agreed on, and when: (moment, incarnation).
+    calm : float
+        Seconds at the end in which nothing happens; ``settled`` is what each had sent until then.
     said : dict of int to (int, int)
         Datagrams and bytes that each member sent from the fall until all had agreed.
     """
 
-    def __init__(self, size, seed, fallen=(), cut=(), back=(), longest=LONGEST, times=1):
+    def __init__(self, size, seed, fallen=(), cut=(), back=(), longest=LONGEST, times=1, looks=(0.02, 0.1), hung=(), patience=LONGEST):
         self.size, self.fallen, self.links, self.back = size, set(fallen), set(cut), list(back)
         self.schedule = Events(seed)
         self.net = ManyNet(self.schedule)
         self.agreed = collections.defaultdict(list)
         self.worlds, self.ends, self.places, self.rosters, self.stopped = {}, {}, {}, {}, {}
-        self.said = {}
+        self.said, self.looks, self.hung, self.patience = {}, looks, set(hung), patience
+        self.calm, self.settled = 0.0, {}
         self.struck_at, self.longest, self.times = math.inf, longest, times
 
     def run(self):
@@ -206,7 +215,7 @@ class Many:
         """What of ``World`` decides about incarnations."""
         made = object.__new__(world.World)
         made.members = members.Members(rank, address_of(rank), PORT + rank, door, LOST_AFTER)
-        made._door, made.seconds, made.keeper, made.run_dir = door, LONGEST, 0, None
+        made._door, made.seconds, made.keeper, made.run_dir = door, self.patience, 0, None
         made._own = self.store(address_of(rank), PORT)
         made._own.port = PORT
         made._hosts, made._names = {other: f"host{other}" for other in range(self.size)}, {}
@@ -243,7 +252,10 @@ class Many:
             while True:
                 one.members.open = True
                 while not one.members.news():
-                    self.schedule.wait(seconds=self.schedule.random.uniform(0.02, LATER / 3))
+                    self.schedule.wait(seconds=self.schedule.random.uniform(*self.looks))
+                while rank in self.hung:
+                    one.members.news()
+                    self.schedule.wait(seconds=0.1)
                 one.members.open = False
                 self.stopped[rank] = self.schedule.now
                 how = {"step": 7, "open": True, "each": 1, "wide": bool(self.links)}
@@ -273,6 +285,8 @@ class Many:
         if self.back:
             self.until(lambda: all(rank in self.newest for rank in self.back))
         self.schedule.wait(seconds=LATER)
+        self.settled = self.net.sent.copy()
+        self.schedule.wait(seconds=self.calm)
         for process in self.schedule.living - {Process(-1, 0)}:
             self.schedule.kill(process)
 
@@ -282,7 +296,9 @@ class Many:
 
     def all_have(self, count):
         return all(
-            len(self.agreed[rank]) >= count or rank in self.ends for rank in range(self.size) if rank not in self.fallen
+            len(self.agreed[rank]) >= count or rank in self.ends
+            for rank in range(self.size)
+            if rank not in self.fallen | self.hung
         )
 
     @property

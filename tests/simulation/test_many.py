@@ -65,9 +65,9 @@ def test_a_thousand_members_agree_soon(share):
     assert fallen(1000, share, [SEED]) == ""
 
 
-def returned(seed):
+def returned(seed, looks):
     """Have some come back; returns whom members have lost since, and the newest incarnation, if all have the same."""
-    many = Many(12, seed, {0, 4, 5, 9, 11}, back=[0, 4, 9, 11]).run()
+    many = Many(12, seed, {0, 4, 5, 9, 11}, back=[0, 4, 9, 11], looks=looks).run()
     newest = [each[-1][1] for each in many.agreed.values() if each]
     assert not many.ends
     assert all(each["roster"] == many.newest for each in newest)
@@ -75,12 +75,35 @@ def returned(seed):
     return {rank for chosen in after for rank in chosen["lost"]}, newest[0]
 
 
-def test_those_that_fell_come_back():
-    """Each asks the hubs, is let in, and is told by the one who did that who the others are; three at a time."""
-    lost, newest = returned(SEED)
-    assert not lost
-    assert set(newest["roster"]) == set(range(12)) - {5}
-    assert newest["number"] >= 3  # one without them, and at most three join at once
+@pytest.mark.parametrize("looks", [(0.002, 0.01), (0.02, 0.1)], ids=["at once", "later"])
+def test_those_that_fell_come_back(looks):
+    """Each asks the hubs, is let in, and is told by the one who did that who the others are; three at a time.
+
+    Nobody is lost because a hub did not know them before. That once was, where members looked at once.
+    """
+    for seed in range(SEED, SEED + 4):
+        lost, newest = returned(seed, looks)
+        assert not lost
+        assert set(newest["roster"]) == set(range(12)) - {5}
+        assert newest["number"] >= 3  # one without them, and at most three join at once
+
+
+@pytest.mark.parametrize("hung", [(0,), (0, 1), (0, 1, 2), (3, 4, 5)])
+def test_members_that_hang(hung):
+    """The others go on without them after some time, also where those are the ones that lead."""
+    many = Many(9, SEED, [8], hung=hung, patience=3.0, longest=30.0).run()
+    stay = set(range(8)) - set(hung)
+    assert not set(many.ends) & stay
+    assert {tuple(many.agreed[rank][0][1]["lost"]) for rank in stay} == {(*hung, 8)}
+
+
+def test_beats_after_the_lowest_fell():
+    """Those that asked all others then do not go on with that: two of them once answered each other for ever."""
+    many = Many(24, SEED, [0, 1, 2], longest=20.0, times=1)
+    many.calm = 4 * LOST_AFTER
+    many.run()
+    beats = [many.net.sent[rank] - many.settled[rank] for rank in range(6, 24)]
+    assert max(beats) <= 3 * (4 * BEATS + 2)
 
 
 def test_a_cut_that_no_hub_sees():
@@ -133,7 +156,7 @@ def test_a_set_of_members_of_before(number, lives):
         run = {"run": 1, "number": 2, "members": everybody}
         peers = {str(rank): ["127.0.0.1", 9] for rank in everybody}
         one.configure({"peers": peers, "members": everybody, "run": run, "wide": False})
-        beat = {"run": 1, "number": number, "members": [0, 1, 2, 5], "hears": [1, 2, 5], "places": None}
+        beat = {"run": 1, "number": number, "members": [0, 1, 2, 5], "hears": [1, 2, 5], "places": None, "asks": True}
         one.receive({"from": 0, "id": 7, "port": 9, "count": 1, "run": 1, "beat": beat}, ("127.0.0.1", 9), one.seen)
         assert (6 in one.alive(one.seen)) == lives
 
@@ -173,7 +196,7 @@ def longest():
         {"kind": "accept", "number": number, "ballot": ballot, "value": value},
         {"kind": "chosen", "number": number, "value": value},
     ]  # fmt: skip
-    beat = {"run": big, "number": number, "members": everybody, "hears": everybody}
+    beat = {"run": big, "number": number, "members": everybody, "hears": everybody, "asks": False}
     places = {str(last - each): LONGEST_PLACE for each in range(beacon.HUBS)}
     return [{"beat": beat | {"places": None}}, {"beat": beat | {"places": places}}, *({"say": each} for each in said)]
 

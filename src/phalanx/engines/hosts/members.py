@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from phalanx.checkpoint.directory import MARK, first, is_marked
 from phalanx.engines.hosts import beacon, messages
 from phalanx.errors import LeftError, PeersLostError, safe_str
-from phalanx.plan.membership import Addressed, Agreement, Message, quorum
+from phalanx.plan.membership import TOLD_IN_A_TICK, Addressed, Agreement, Message, quorum
 from phalanx.surroundings import interrupts, presence
 
 TICK_SECONDS = 0.05
@@ -112,7 +112,7 @@ class Members:
         self._ended: set[int] = set()  # those of them that will not come back
         self._waiting: list[tuple[int, Message]] = []
         self._past: dict[int, Any] = {}
-        self._expelled = False
+        self._expelled, self._next_done = False, 0.0
         self._proofs: dict[int, str] = {}  # what each member wants to hear of one that joins
         self._air = _listening(address, port)
         self.place: Place = [address, self._air.getsockname()[1]]
@@ -256,13 +256,12 @@ class Members:
             # more, and the others agree without it. The last bound is for members that hear each other and still come
             # to no value. Not covered: anything faster for a hang. A member that hangs between steps costs the others
             # `deadline_seconds`.
-            # Only hubs know who has stopped; others leave it to them.
-            waits = now - began < patience or self.me not in self.hubs
-            late = self.alive if waits else [rank for rank in self.alive if rank in agreement.stopped]
+            late = self._late(now - began - patience, agreement.stopped)
             since = now if self._hopeful([self.me, *late]) else since
             over = now - since > self.seconds or now - began > 2 * patience + self.seconds
             if over or not self._hopeful(set(self.ranks) - self._ended):
-                silent = [f"process {rank} does not answer" for rank in self.ranks if rank not in agreement.stopped]
+                told = self.ranks if self.me in self.hubs else self.hubs  # who would have told this one
+                silent = [f"process {rank} does not answer" for rank in told if rank not in agreement.stopped]
                 lost = "; ".join(([*map(self.spelled, self._lost)] or silent)[:NAMED])
                 half = "with the lowest" if self.folder is None else f"that is first in {str(self.folder)!r}"
                 raise PeersLostError(
@@ -279,6 +278,17 @@ class Members:
         self._past[self.number + 1] = agreement.chosen
         return agreement.chosen
 
+    def _late(self, over: float, stopped: Collection[int]) -> list[int]:
+        """The others that count as alive in an agreement; ``over``: seconds since all had to have stopped.
+
+        Hubs know who has. Others know whether hubs have, and let the next ones lead if those hang. Whoever leads then
+        is told a moment later.
+        """
+        hubs = self.hubs if over >= 0 else []
+        late = [rank for rank in self.alive if rank in stopped or (self.me not in hubs and rank not in hubs)]
+        leads = over >= self.seconds and self.me in sorted([self.me, *late])[: beacon.HUBS]
+        return [rank for rank in late if rank in stopped] if leads else late
+
     def part(self, farewell: Farewell) -> None:
         """Say how this member leaves, and end the process beside it."""
         with contextlib.suppress(PeersLostError, subprocess.TimeoutExpired):
@@ -291,8 +301,10 @@ class Members:
     def finish(self) -> bool:
         """Tell the others that this member has done all steps; returns whether all that live have. Hubs tell all."""
         self.done.add(self.me)
-        to = self.alive if self.me in self.hubs else self.hubs
-        self.say(to, {"kind": "done", "finished": sorted(self.done)})
+        if time.monotonic() >= self._next_done:  # of many more rarely, as a hub hears all
+            self._next_done = time.monotonic() + TICK_SECONDS * (1 + len(self.ranks) // TOLD_IN_A_TICK)
+            to = self.alive if self.me in self.hubs else self.hubs
+            self.say(to, {"kind": "done", "finished": sorted(self.done)})
         return self.done.issuperset(set(self.alive) - self.left.keys())
 
     @property
@@ -316,7 +328,7 @@ class Members:
         None if the run has ended meanwhile. ``host`` is what the host is called.
         """
         assert self.under_way is not None, "who asks has looked"
-        beat, end = self.under_way, time.monotonic() + self.seconds
+        beat, end, self._waiting = self.under_way, time.monotonic() + self.seconds, []
         self.places = {**{int(rank): place for rank, place in beat["places"].items()}, beat["from"]: beat["place"]}
         self.run, self.number, self.ranks = beat["run"], beat["number"], beat["members"]
         self.look_for(self.places)
@@ -392,6 +404,8 @@ class Members:
     def _take(self, thing: dict[str, Any]) -> None:
         sender = thing.get("from", -1)
         if "alive" in thing:
+            if thing["number"] != self.number:  # of before this incarnation
+                return
             self.alive, lost = thing["alive"], {int(rank): why for rank, why in thing["lost"].items()}
             self._ended = set(thing["ended"])
             self._lost = {rank: why for rank, why in lost.items() if rank not in self.done | self.left.keys()}

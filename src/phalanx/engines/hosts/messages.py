@@ -5,8 +5,8 @@ dropped and counted, and no exception leaves the door. A text comes out of it as
 whoever takes a message from here may rely on its form.
 
 A message is JSON behind a MAC. Without a secret everybody can make its key (``key_of``): then it keeps jobs apart, and
-guards against nobody. A datagram is never longer than MOST_BYTES, so none is cut into fragments: sets of ranks travel
-as bits, and what is said of members is what has changed. This file uses the standard library alone.
+guards against nobody. A datagram has at most MOST_BYTES, so none is cut into fragments: sets of ranks travel as bits,
+what is said of members is what has changed, and texts are cut. This file uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ VERSION = b"1"
 MAC_BYTES = 32
 MOST_BYTES = 1200  # of a datagram: it fits into one packet nearly everywhere
 MOST_MEMBERS = 2048  # of a world
+MOST_TEXT_BYTES = 900  # of a text in it
 NEWCOMERS = 3  # that an incarnation takes in; others ask again
 TEXT, WORD, HOST = 600, 64, 60  # characters
 MANY = 1 << 20  # workers or processors of a host
@@ -35,7 +36,7 @@ Read = Callable[[Any], Any]  # takes a value as JSON has it; returns it made har
 ENVELOPE = "run? from id port count "
 KINDS = {
     "look": "",
-    "beat": "run number members hears places?",
+    "beat": "run number members hears places? asks",
     "bye": "way why",
     # What "say" may be: a newcomer's words, then those of an agreement (``plan.membership``).
     "join": "kind facts host sees proof",
@@ -101,6 +102,13 @@ def ranks_of(value: str, size: int) -> list[int]:
     return [rank for rank, bit in enumerate(bin(number)[:1:-1]) if bit == "1"]
 
 
+def cut(value: str) -> str:
+    """A text that is not longer than a message may have, as JSON spells it."""
+    while len(value) > TEXT or len(json.dumps(value)) > MOST_TEXT_BYTES:
+        value = value[: len(value) * 9 // 10]
+    return value
+
+
 def flag(value: Any) -> bool:
     """True or False."""
     fits(type(value) is bool)
@@ -155,7 +163,7 @@ class Door:
             (lambda value: ranks_of(value, size), "members hears finished lost"),
             (whole(1, MANY), "each"),
             (several(whole(0, MANY)), "cores"),
-            (flag, "open sees shared wide"),
+            (flag, "open sees shared wide asks"),
             (text(WORD), "kind facts proof hello welcome"),
             (long, "why wrong"),
             (text(HOST), "host"),
@@ -226,8 +234,8 @@ class Door:
     def _chosen(self, value: Any) -> dict[str, Any]:
         """An incarnation whose parts go with each other."""
         read = self._record(INCARNATION, value)
-        fits(read["keeper"] not in read["lost"] and (read["wrong"] or read["source"] not in [-1, *read["lost"]]))
-        fits(len(read["joined"]) <= NEWCOMERS)
+        fits(read["keeper"] not in read["lost"] and len(read["joined"]) <= NEWCOMERS)
+        fits(read["wrong"] or (read["step"] is not None and read["source"] not in [-1, *read["lost"]]))
         return read
 
 

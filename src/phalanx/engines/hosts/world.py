@@ -27,7 +27,7 @@ from phalanx.definition.plain import hashed
 from phalanx.engines.hosts.addresses import ends, host_name, is_known, look_at_address, towards
 from phalanx.engines.hosts.gloo import INTERFACE, LOOPBACK, TCP, Gloo, Rendezvous, answer, in_thread
 from phalanx.engines.hosts.members import CLOSED, FAILED, LEAVES, Farewell, Members
-from phalanx.engines.hosts.messages import MOST_MEMBERS, NEWCOMERS, Door, key_of
+from phalanx.engines.hosts.messages import MOST_MEMBERS, NEWCOMERS, Door, cut, key_of
 from phalanx.engines.hosts.stores import (
     POLL_SECONDS,
     Values,
@@ -52,7 +52,6 @@ SECONDS = 120.0  # to wait for another host; a first step may be compiled meanwh
 STORE_SECONDS = 5.0  # for the store's answer once something is wrong
 CONNECTED = datetime.timedelta(seconds=20)  # until members that have agreed reach their store
 PIECE = 64 << 20  # bytes of a state that travel at once
-LONGEST = 600  # characters of an error that are told to others
 TRIES = 3  # to get who is a member
 ERRORS = {LEAVES: PeersLostError, CLOSED: LeftError}  # what the others of a run get, by how a process leaves it
 ENDED = ". So it has ended here, too"
@@ -196,7 +195,7 @@ class World:
         ----------
         how_stopped : dict
             step: how many updates the state here has, None if it is lost; open: whether others may join now; each: how
-            many workers a host has.
+            many workers a host has; wide: whether all have to hear all others next.
         least : int
             With how many members it is worth while.
 
@@ -267,7 +266,7 @@ class World:
         """Who stays, as the one who let this process in has told: others knew that."""
         store = TCP(*chosen["store"], timeout=CONNECTED)
         known = Values(store, self._door, lambda do: do(), f"{chosen['run']}/").take(f"roster/{chosen['number']}")
-        return {int(rank): each for rank, each in known.items()}
+        return {int(rank): each for rank, each in known.items() if int(rank) not in chosen["lost"]}
 
     def _opened(self, address: str, port: int) -> Any:
         """The store."""
@@ -320,13 +319,14 @@ class World:
         source = min(steps, key=lambda rank: (-steps[rank], rank), default=-1)
         able = bool(steps) and stopped[source]["open"]
         joining = {rank: facts for rank, facts in sorted(members.joining.items()) if able and rank not in group}
-        joining = dict(list(joining.items())[:NEWCOMERS])
         wrong = "" if steps else "no member has the state of a whole step any more; start again"
         if len(group) + len(joining) < least:
             wrong = f"min_hosts is {least}, and {len(group)} members are left; start again when there are more"
+        joining = {} if wrong else dict(list(joining.items())[:NEWCOMERS])
         self._own = self._own or served(members.place[0], 0, CONNECTED)
         if joining:  # they know nobody yet
-            roster = {str(rank): [*members.places[rank], self._hosts[rank]] for rank in group}
+            # All, so that it is the same for each ballot; whose value is chosen is not known yet.
+            roster = {str(rank): [*members.places[rank], self._hosts[rank]] for rank in members.ranks}
             Values(self._own, self._door, lambda do: do(), f"{members.run}/").put(
                 f"roster/{members.number + 1}", roster
             )
@@ -394,7 +394,7 @@ class World:
         way, why = Farewell.after(error)
         if not self.joins:
             self._values.ask = lambda do: do()
-            ask = functools.partial(self._values.put, f"left/{self.rank}", [way, why[:LONGEST]])
+            ask = functools.partial(self._values.put, f"left/{self.rank}", [way, cut(why)])
             thread = threading.Thread(target=answer, args=(Future(), ask), daemon=True)  # it may never answer
             thread.start()
             thread.join(STORE_SECONDS)
@@ -404,7 +404,7 @@ class World:
         """Leave the run: say why, and close what was opened for it; the store stays."""
         if self._gloo is not None:
             self._gloo.close()
-        self.members.part(Farewell(way, why[:LONGEST]))
+        self.members.part(Farewell(way, cut(why)))
 
     @property
     def _met(self) -> Gloo:
