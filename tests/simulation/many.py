@@ -171,7 +171,19 @@ class Many:
         Datagrams and bytes that each member sent from the fall until all had agreed.
     """
 
-    def __init__(self, size, seed, fallen=(), cut=(), back=(), longest=LONGEST, times=1, looks=(0.02, 0.1), hung=(), patience=LONGEST):
+    def __init__(
+        self,
+        size,
+        seed,
+        fallen=(),
+        cut=(),
+        back=(),
+        longest=LONGEST,
+        times=1,
+        looks=(0.02, 0.1),
+        hung=(),
+        patience=LONGEST,
+    ):
         self.size, self.fallen, self.links, self.back = size, set(fallen), set(cut), list(back)
         self.schedule = Events(seed)
         self.net = ManyNet(self.schedule)
