@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 folder, root = sys.argv[1:]
 paths = {"PYTHONPATH": f"{root}/src:{root}"}
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True, runtime_env={"env_vars": paths})
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=True, runtime_env={"env_vars": paths})
 
 def train():
     import torch.distributed
@@ -40,7 +40,7 @@ import ray
 
 folder, root = sys.argv[1:]
 paths = {"PYTHONPATH": f"{root}/src:{root}", "OMP_NUM_THREADS": "1"}
-ray.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": paths})
+ray.init("local", num_cpus=3, include_dashboard=False, runtime_env={"env_vars": paths})
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
 class Host:

@@ -29,7 +29,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.engines import reading
-from phalanx.engines.processes import worker
+from phalanx.engines.processes import (
+    tasks,  # noqa: F401  # of what workers are sent; each would import it
+    worker,
+)
 from phalanx.frameworks.registry import prepare_process
 from phalanx.shared.memory import Memories, keep_freed
 from phalanx.surroundings import sources
