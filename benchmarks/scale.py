@@ -19,8 +19,7 @@ import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 import tqdm
 
@@ -28,7 +27,7 @@ from phalanx.engines.hosts.members import Members
 from phalanx.engines.hosts.messages import Door, key_of
 from tests.simulation.many import LOST_AFTER, Many
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = pathlib.Path(__file__).parent / "results"
 SHARES = {"one": lambda size: 1, "a tenth": lambda size: max(1, size // 10), "a third": lambda size: size // 3}
 SECONDS, BEATS = 4.0, 20  # of real members: how long they are counted; beats within lost_after
 NAMES = "members", "lost", "s after the silence", "datagrams of a hub", "of the middle", "KB of a hub", "of the middle"
@@ -83,16 +82,15 @@ def beats(size):
         places = {one.me: one.place for one in some}
         for one in some:
             one.begin(1, 0, places)
-        for waiting in (True, False):
-            before, began = counted(), time.monotonic()
-            while time.monotonic() < began + SECONDS:
-                for one in some:
-                    assert not one.news(), one.news()
-                time.sleep(0.05)
-            if not waiting:
-                after = counted()
-                share = size * (time.monotonic() - began)
-                return [size, *((now - then) / share for now, then in zip(after, before, strict=True))]
+        settled, before, end = 0.0, (0, 0), time.monotonic() + 2 * SECONDS
+        while (now := time.monotonic()) < end:
+            for one in some:
+                assert not one.news(), one.news()
+            if not settled and now > end - SECONDS:  # until then they begin
+                settled, before = now, counted()
+            time.sleep(0.05)
+        share = size * (time.monotonic() - settled)
+        return [size, *((now - then) / share for now, then in zip(counted(), before, strict=True))]
 
 
 def table(names, rows):
@@ -125,7 +123,7 @@ def picture(rows, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What members of a run over many hosts say, and what a fall takes.")
     parser.add_argument("--sizes", type=int, nargs="+", default=[3, 10, 30, 100, 300, 1000])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/scale.md, scale.json and scale.png")
