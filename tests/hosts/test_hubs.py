@@ -1,7 +1,10 @@
 """One process beside a member, and what a member proposes: cases that many simulated members meet only now and then."""
 
 import contextlib
+import pathlib
 import socket
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -65,6 +68,28 @@ def test_what_was_said_does_not_count_again():
             assert not peer.repeats(count) or count == 0  # the first one that comes is the oldest that counts
             peer.note(count)
     assert all(peer.repeats(count) for count in said * 10)
+
+
+ALONE = """
+import os, signal, time
+from phalanx.engines.hosts.members import Members
+from phalanx.engines.hosts.messages import Door
+one = Members(0, "127.0.0.1", 0, Door(b"key"), 5.0)
+one.begin(1, 0, {0: one.place})
+os.kill(one._process.pid, signal.SIGSTOP)
+print(one._process.pid, flush=True)
+time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_stopped_helper_ends_with_its_member():
+    """A job that is stopped as a whole and then killed leaves no process."""
+    done = subprocess.run([sys.executable, "-c", ALONE], stdout=subprocess.PIPE, text=True, check=False)
+    pid, end = int(done.stdout), time.monotonic() + 20
+    while pathlib.Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < end, pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()[:3]
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("text", ["a" * 5000, "\u0448" * 600, "\u00e9" * 160, '"\\' * 300, "\n\x1b" * 400, ""])

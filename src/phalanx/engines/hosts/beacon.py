@@ -19,12 +19,14 @@ processes. A newcomer counts once it has shown that it is where it says: it has 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
 import resource
 import secrets
 import select
+import signal
 import socket
 import sys
 import time
@@ -38,6 +40,7 @@ else:  # the package's own __init__ would import torch
     import messages  # pyright: ignore[reportMissingImports]
 
 BUFFER = 1 << 20
+PR_SET_PDEATHSIG = 1
 BEATS = 20  # within the time after which a silent member counts as lost
 FAREWELLS, FAREWELL_SECONDS = 4, 0.03  # how often the last word is said, and the time between
 JOIN_SECONDS = 0.2  # between two tries to join
@@ -364,6 +367,8 @@ def state(pid: int) -> bytes:
 if __name__ == "__main__":
     PIPE, AIR = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     AIR.setblocking(False)
+    with contextlib.suppress(OSError, AttributeError):  # not on this system
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT))  # so that it ends also if it was stopped
     with contextlib.suppress(ValueError, OSError):  # a hub has a socket for each member
         MOST = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (MOST, MOST))
