@@ -76,6 +76,10 @@ from phalanx.engines.hosts.members import Members
 from phalanx.engines.hosts.messages import Door
 one = Members(0, "127.0.0.1", 0, Door(b"key"), 5.0)
 one.begin(1, 0, {0: one.place})
+end = time.monotonic() + 2
+while time.monotonic() < end:  # until it has begun
+    one.news()
+    time.sleep(0.05)
 os.kill(one._process.pid, signal.SIGSTOP)
 print(one._process.pid, flush=True)
 time.sleep(0.2)
@@ -85,7 +89,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_stopped_helper_ends_with_its_member():
     """A job that is stopped as a whole and then killed leaves no process."""
-    done = subprocess.run([sys.executable, "-c", ALONE], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", ALONE], stdout=subprocess.PIPE, text=True, check=False, timeout=60)
     pid, end = int(done.stdout), time.monotonic() + 20
     while pathlib.Path(f"/proc/{pid}").exists():
         assert time.monotonic() < end, pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()[:3]
