@@ -74,9 +74,9 @@ class Net:
         """Whether what one host sends reaches another."""
         return (sender, to) not in self.cut
 
-    def arrival(self, sender, to, more=0.0):
+    def arrival(self, sender, to):
         """When something that is sent now comes."""
-        moment = self.schedule.now + more + (SLOW if (sender, to) in self.slow else 0 if sender == to else LATENCY)
+        moment = self.schedule.now + (SLOW if (sender, to) in self.slow else 0 if sender == to else LATENCY)
         self.schedule.moments.append(moment)
         return moment
 
@@ -184,7 +184,10 @@ class Datagrams(File):
             data = net.door.mac(body) + body
         if lost or not net.passes(here, there):
             return
-        listener, moment = net.bound.get(self.to), net.arrival(here, there, LATE * late)
+        listener, moment = net.bound.get(self.to), net.arrival(here, there)
+        if late:
+            moment += LATE
+            net.schedule.moments.append(moment)
         if listener is None or listener.gone():
             self.refused = moment if net.passes(there, here) else None
         elif len(listener.came) < ROOM:
