@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from phalanx.checkpoint.directory import first
+from phalanx.checkpoint.directory import first, is_marked, mark
 from phalanx.plan import membership
 from phalanx.plan.membership import Agreement, mutual, quorum
 
@@ -171,6 +171,17 @@ def test_who_claims_first(tmp_path):
     """The second claim leaves the first; where nothing can be written nobody has claimed."""
     assert [first(tmp_path / "half", word) for word in ("0 1", "2 3", "0 1")] == ["0 1"] * 3
     assert first(tmp_path / "nowhere" / "half", "0 1") == ""
+
+
+def test_a_claim_is_made_in_the_mark(tmp_path):
+    """Where the mark is not, nobody claims; the mark of the next run takes claims and marks of runs before away."""
+    (tmp_path / "world-6").symlink_to(".")
+    mark(tmp_path, 7)
+    assert [is_marked(tmp_path, run) for run in (6, 7)] == [False, True]
+    assert first(tmp_path / "world-7" / "0", "0 1") == "0 1"
+    mark(tmp_path, 8)
+    assert [is_marked(tmp_path, run) for run in (7, 8)] == [False, True]
+    assert first(tmp_path / "world-7" / "0", "2 3") == ""
 
 
 @pytest.mark.cases(2)

@@ -1,7 +1,7 @@
 """Simulated runs over several hosts: the real agreement, joining, state transfer and incarnations, all from one seed.
 
-Real are ``Agreement``, ``Beacon``, ``Members``, ``World``, ``Gloo``, ``Distributed`` and ``Loop``. Below them is a
-simulated net (``net``), and in place of training a machine of integers (``training``).
+Real are ``Agreement``, ``Beacon``, ``Members``, ``World``, ``Gloo``, ``Distributed`` and ``Loop``. Below them are a
+simulated net (``net``) and folder (``disk``), and in place of training a machine of integers (``training``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 from greenlet import getcurrent
 
+from phalanx.checkpoint import directory
 from phalanx.definition.described import CODE, OPTIONS
 from phalanx.definition.evaluation import Evaluation
 from phalanx.engines.hosts import beacon, driver, gloo, members, stores, world
@@ -27,6 +28,7 @@ from phalanx.run.loop import Loop
 from phalanx.seams import Observer
 from phalanx.seams.records import Progress, RunOptions, Seen
 from phalanx.surroundings import interrupts
+from tests.simulation.disk import MOUNTS, Disk, Path
 from tests.simulation.net import Group, Net, Process, Store, address_of
 from tests.simulation.replacing import replaced
 from tests.simulation.schedule import Schedule
@@ -62,10 +64,17 @@ STRUCK = {  # by each fault of a host
     "start": ("caller",),  # if it has ended
 }
 ALONE = list(STRUCK)[:9]
-ONE = {"lose": "losing", "garble": "garbling", "repeat": "repeating"}  # faults of a datagram: lost, malformed, again
-LINKS = "cut", "deaf", "slow", *ONE  # faults of a link, both ways or one
-RARE = {"halt": "mute", "garble": "lose", "repeat": "lose"}  # drawn in place of others, so that those do not get rarer
-MENDS = {"start": "kill crash mute", "thaw": "freeze stop", "heal": "cut deaf slow"}
+# Faults of a datagram: lost, malformed, again, late, and of another version.
+ONE = {"lose": "losing", "garble": "garbling", "repeat": "repeating", "delay": "delaying", "outdate": "outdating"}
+LINKS = "cut", "deaf", "slow", "halve", *ONE  # faults of a link, both ways or one; two hosts are cut off from others
+RARE = {  # drawn in place of others, so that those do not get rarer
+    "halt": "mute", **dict.fromkeys(list(ONE)[1:], "lose"), "halve": "cut", **dict.fromkeys(MOUNTS[1:], MOUNTS[0]),
+}  # fmt: skip
+MENDS = {
+    "start": "kill crash mute", "thaw": "freeze stop", "heal": "cut deaf slow", "unite": "halve",
+    "remount": " ".join(MOUNTS),
+}  # fmt: skip
+FOLDER = {0: ("folder",)}  # in a script: all hosts see one
 
 
 class Simulation(Observer):
@@ -75,13 +84,16 @@ class Simulation(Observer):
     ----------
     size, steps : int
     script, seed
-        As ``Schedule`` takes them.
+        As ``Schedule`` takes them. With every other seed there is a folder.
     """
 
     def __init__(self, size, steps, script, seed=None):
         self.size, self.steps = size, steps
+        if seed is not None and seed % 2:
+            script |= FOLDER
         self.schedule = Schedule(script, self.strike, seed, self.draw, most=MOST_ACTIONS)
-        self.net, self.states = Net(self.schedule), sequence(steps)
+        self.net, self.disk, self.states = Net(self.schedule), Disk(self.schedule), sequence(steps)
+        self.folder = Path(self.disk) if 0 in script else None
         self.lives = [-1] * size
         self.runs = {}  # by process: what it has, what it was told, and how it ended
         self.leaving, self.interrupted, self.victims = set(), set(), set()
@@ -101,7 +113,10 @@ class Simulation(Observer):
         few = {"_listening": lambda *_: None, "PROCESS": self.signals, "threading": threads}
         gc.disable()  # so that what is collected does not depend on what ran before
         try:
-            with replaced(MODULES, self.names()), replaced((interrupts, stores), few):
+            with (
+                replaced(MODULES, self.names()), replaced((interrupts, stores), few),
+                replaced((directory,), self.disk.names()),
+            ):  # fmt: skip
                 for rank in range(self.size):
                     self.begin(rank)
                 self.schedule.start(Process(-1, 0), "warden", self.ward)
@@ -120,6 +135,7 @@ class Simulation(Observer):
             ),
             "state": lambda _: b"T" if self.parent() in schedule.frozen else b"S",
             "STORES": Own(schedule, collections.Counter), "RUNS": Own(schedule, collections.Counter),
+            "newest_step": self.disk.newest_step,
             "surroundings": lambda: (rank(), self.size, address_of(0), PORT), "towards": lambda _: "",
             "ends": lambda address: (address_of(rank()), address), "host_name": lambda: f"host{rank()}",
             "open_framework": lambda *_, **__: self.runs[schedule.process].framework,
@@ -160,6 +176,8 @@ class Simulation(Observer):
             run.world = world.World(SECONDS, LOST_AFTER)
             with contextlib.ExitStack() as undo:
                 undo.push(run.world.failed)
+                if self.folder is not None:
+                    run.world.elect(self.folder)
                 facts = self.definition, None, (), (0,), run.world, lambda _: Seen(Progress()), RunOptions()
                 run.engine = driver.open_distributed(*facts)
                 undo.pop_all()
@@ -204,13 +222,22 @@ class Simulation(Observer):
         ranks = mine.world.members.ranks
         sets = [set(some) for size in range(len(ranks) + 1) for some in itertools.combinations(ranks, size)]
         apart = {link for link in self.net.cut if self.since(link) >= CALM}
-        able = [some for some in sets if quorum(ranks, some) and not apart & set(itertools.permutations(some, 2))]
+        sets = [some for some in sets if not apart & set(itertools.permutations(some, 2))]
+        able = [some for some in sets if self.may_go_on(mine.world.members, some)]
         for some in able:
             instead = process.rank not in some and all(self.takes_part(rank, mine, CALM) for rank in some)
             if instead and not self.well(some | {process.rank}):  # they could not hear this one
                 return None
         with_me = [some for some in able if process.rank in some and self.well(some)]
         return next((some for some in with_me if all(self.takes_part(rank, mine) for rank in some)), None)
+
+    def may_go_on(self, members, some):
+        """Whether some members may go on without the others."""
+        if members.folder is None or 2 * len(some) != len(members.ranks):
+            return quorum(members.ranks, some)
+        half = " ".join(map(str, sorted(some)))
+        claim = self.disk.claim(members.run, members.number) or half
+        return claim == half and not any(self.disk.faults[rank] for rank in some)
 
     def well(self, ranks):
         """Whether nothing befell these hosts, and the links between them, for a while, and they began together."""
@@ -244,10 +271,17 @@ class Simulation(Observer):
 
     def strike(self, fault, *what):
         """Do a fault; returns whether it met anything."""
-        done = self.strike_host(fault, *what) if fault in STRUCK else self.strike_link(fault, *what)
-        if done:
-            self.troubles[what] = self.troubles[what[::-1]] = self.schedule.now
-        return done
+        struck = [what]
+        if fault in ("halve", "unite"):
+            struck = list(itertools.product(what, set(range(self.size)) - set(what)))
+        if fault in STRUCK:
+            strike = self.strike_host
+        else:
+            strike = self.disk.strike if fault in (*MOUNTS, "remount") else self.strike_link
+        done = [each for each in struck if strike(fault, *each)]
+        for each in done:
+            self.troubles[each] = self.troubles[each[::-1]] = self.schedule.now
+        return bool(done)
 
     def draw(self, random, _):
         """A fault now and then, until there were enough; what was done is often undone."""
@@ -258,7 +292,8 @@ class Simulation(Observer):
             return random.choice(undoing)
         rank = random.randrange(self.size)
         other = (rank + random.randrange(1, self.size)) % self.size
-        fault = random.choice([fault for fault in (*ALONE, *LINKS) if fault not in RARE])
+        mounts = MOUNTS if self.folder is not None else ()
+        fault = random.choice([fault for fault in (*ALONE, *LINKS, *mounts) if fault not in RARE])
         fault = random.choice((fault, *(rare for rare, like in RARE.items() if like == fault)))
         return (fault, rank, other) if fault in LINKS else (fault, rank)
 
@@ -294,13 +329,13 @@ class Simulation(Observer):
         if fault in ONE:
             getattr(net, ONE[fault])[one, other] += 1
             return True
-        if fault == "heal":
+        if fault in ("heal", "unite"):
             struck = both & (net.cut | net.slow)
             net.cut -= both
             net.slow -= both
         else:
             broken = net.slow if fault == "slow" else net.cut
-            struck = (both if fault == "cut" else {(one, other)}) - broken
+            struck = (both if fault in ("cut", "halve") else {(one, other)}) - broken
             broken |= struck
         return bool(struck)
 

@@ -23,7 +23,7 @@ from phalanx.engines.hosts.beacon import Beacon
 from phalanx.engines.hosts.messages import MAC_BYTES, VERSION, Door
 from tests.simulation.replacing import Poller, altered
 
-LATENCY, SLOW, LATER = 0.01, 0.4, 0.7  # seconds
+LATENCY, SLOW, LATER, LATE = 0.01, 0.4, 0.7, 1.5  # seconds; the last: longer than a host may be silent
 ROOM = 40  # messages in a pipe, or datagrams at a socket
 
 
@@ -40,8 +40,11 @@ class Net:
 
     def __init__(self, schedule):
         self.schedule, self.cut, self.slow = schedule, set(), set()
-        # How many datagrams of a link are to be lost, come malformed with a right MAC, and come again, later.
-        self.losing, self.garbling, self.repeating = (collections.Counter() for _ in range(3))
+        # How many datagrams of a link are to be lost, come malformed with a right MAC, come again, later, come late,
+        # and come in another version with a right MAC.
+        self.losing, self.garbling, self.repeating, self.delaying, self.outdating = self.strikes = [
+            collections.Counter() for _ in range(5)
+        ]
         self.door = None  # with the key of the job
         self.bound, self.stores, self.groups = {}, {}, {}
         self.count = itertools.count(1)  # of whatever needs a name: no number comes twice
@@ -171,14 +174,20 @@ class Datagrams(File):
         if self.refused is not None and self.refused <= net.schedule.now:
             self.refused = None
             raise ConnectionRefusedError
-        lost, garbled, repeated = (count[here, there] > 0 for count in (net.losing, net.garbling, net.repeating))
-        for count, struck in zip((net.losing, net.garbling, net.repeating), (lost, garbled, repeated), strict=True):
-            count[here, there] -= struck
+        lost, garbled, repeated, late, outdated = struck = [count[here, there] > 0 for count in net.strikes]
+        for count, once in zip(net.strikes, struck, strict=True):
+            count[here, there] -= once
         if garbled:
             data = malformed(data, net.door, next(net.count))
+        if outdated:
+            body = b"0" + data[MAC_BYTES:].removeprefix(VERSION)
+            data = net.door.mac(body) + body
         if lost or not net.passes(here, there):
             return
         listener, moment = net.bound.get(self.to), net.arrival(here, there)
+        if late:
+            moment += LATE
+            net.schedule.moments.append(moment)
         if listener is None or listener.gone():
             self.refused = moment if net.passes(there, here) else None
         elif len(listener.came) < ROOM:

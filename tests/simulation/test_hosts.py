@@ -10,13 +10,15 @@ import pytest
 
 from phalanx.engines.hosts import driver, members
 from phalanx.engines.hosts.driver import Distributed
+from phalanx.engines.hosts.messages import OTHER_VERSION
 from phalanx.errors import LeftError, PhalanxError
 from phalanx.plan import membership
 from tests.sampling import SEED
-from tests.simulation.hosts import ALONE, Simulation
+from tests.simulation.disk import MOUNTS
+from tests.simulation.hosts import ALONE, FOLDER, ONE, Simulation
 from tests.simulation.net import Process
 from tests.simulation.schedule import Stuck, shortened, spelled
-from tests.simulation.verdict import check
+from tests.simulation.verdict import check, spelled_half
 
 STEPS, DOUBLES = 3, 1500
 SCHEDULES = int(os.environ.get("PHALANX_SCHEDULES", "2800"))  # of a campaign, for each number of hosts
@@ -27,7 +29,7 @@ def failure(script, size, seed=None):
     simulation = Simulation(size, STEPS, script, seed)
     try:
         check(simulation.run())
-    except (AssertionError, Stuck, PhalanxError, RuntimeError, TypeError, KeyError) as error:
+    except (AssertionError, Stuck, PhalanxError, RuntimeError, TypeError, KeyError, OSError) as error:
         return f"{type(error).__name__}: {error}", simulation.schedule.struck
     return "", simulation.schedule.struck
 
@@ -49,17 +51,17 @@ def holds(scripts, size):
     return struck
 
 
-def faults(size):
-    """All faults that can befall so many hosts."""
-    alone = [(fault, rank) for fault in (*ALONE, "start") for rank in range(size)]
+def faults(size, mounts=()):
+    """All faults that can befall so many hosts, and the mounts of a folder."""
+    alone = [(fault, rank) for fault in (*ALONE, "start", *mounts) for rank in range(size)]
     cut = [("cut", *pair) for pair in itertools.combinations(range(size), 2)]
-    pairs = itertools.product(("deaf", "slow", "lose", "garble", "repeat"), itertools.permutations(range(size), 2))
+    pairs = itertools.product(("deaf", "slow", *ONE), itertools.permutations(range(size), 2))
     return [*alone, *cut, *[(fault, *pair) for fault, pair in pairs]]
 
 
-def actions(size):
+def actions(size, script=()):
     """How many actions an undisturbed run has."""
-    return Simulation(size, STEPS, {}).run().schedule.actions
+    return Simulation(size, STEPS, dict(script)).run().schedule.actions
 
 
 def spread(cases, count):
@@ -102,6 +104,23 @@ def test_random_schedules(size):
     assert holds(range(1000 * SEED, 1000 * SEED + 50), size) > 50
 
 
+def halves(size, count):
+    """With a folder, hosts fall apart into halves; another fault comes a little earlier or later."""
+    befalling, last = [each for each in faults(size, MOUNTS) if each[0] != "start"], actions(size, FOLDER)
+    apart = [("cut", 0, 1)] if size == 2 else [("halve", 0, rank) for rank in range(1, size)]
+    scripts = []
+    for number in range(count):
+        at, later = 30 + number * 7919 % (last - 30), number * 104_729 % 120 - 20
+        scripts.append(FOLDER | {at: apart[number % len(apart)], at + later: befalling[number % len(befalling)]})
+    return scripts
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_halves_that_see_one_folder(size):
+    """Whatever befalls hosts, links and mounts, the half that goes on is the one that has claimed that."""
+    assert holds(halves(size, 40), size) > 40
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_ctrl_c_twice(size):
     """Nothing waits after a second one, and all others that are not done learn that the run was closed."""
@@ -136,6 +155,14 @@ def test_many_pairs_of_faults(size, part):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_halves(size, part):
+    """Halves that see one folder, at many actions."""
+    assert holds(halves(size, DOUBLES)[part::4], size) > DOUBLES // 4
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_random_schedules(size, part):
     """As many random schedules as PHALANX_SCHEDULES says."""
@@ -157,6 +184,10 @@ SEVERAL = {
     "who was left behind in an evaluation said that it closed the run": (
         4, {391: ("freeze", 1), 626: ("thaw", 1), 650: ("freeze", 2)}
     ),
+    "who could not list its folder any more ended by an error of the system": (2, FOLDER | {126: ("unread", 0)}),
+    "both halves went on, as one made its link where nothing was mounted any more": (
+        2, FOLDER | {185: ("cut", 0, 1), 197: ("unmount", 0)}
+    ),
 }  # fmt: skip
 
 
@@ -164,8 +195,8 @@ SEVERAL = {
 def test_what_several_faults_broke_once(what):
     """Faults that once led to something wrong together, at their distance, some actions earlier and later."""
     size, script = SEVERAL[what]
-    moved = [{at + later: fault for at, fault in script.items()} for later in range(-10, 11)]
-    assert holds(moved, size) > len(moved)
+    moved = [{at and at + later: fault for at, fault in script.items()} for later in range(-10, 11)]
+    assert holds(moved, size) >= len(moved)
 
 
 @pytest.mark.parametrize("what", ONCE)
@@ -204,6 +235,30 @@ def test_a_process_that_starts_again_joins():
     assert simulation.runs[joined].end == "done"
 
 
+def test_a_message_of_another_version():
+    """It is dropped and counted, and ends nothing, though its MAC is right."""
+    counted = 0
+    for at in range(1, actions(2), 20):
+        simulation = Simulation(2, STEPS, {at: ("outdate", 0, 1)}).run()
+        check(simulation)
+        assert {run.end for run in simulation.runs.values()} == {"done"}
+        counted += simulation.runs[Process(1, 0)].world.members.door.dropped[OTHER_VERSION]
+    assert counted > 5
+
+
+def test_either_half_goes_on():
+    """Where all see one folder, the half that is first does all steps, whichever that is; the other one ends."""
+    claims = set()
+    for at in range(600, 760, 20):
+        simulation = Simulation(4, STEPS, FOLDER | {at: ("halve", 0, 1)}).run()
+        check(simulation)
+        (claim,) = {simulation.disk.claim(run.world.members.run, 0) for run in simulation.runs.values()}
+        done = [process.rank for process, run in simulation.runs.items() if run.end == "done"]
+        assert spelled_half(done) == claim
+        claims.add(claim)
+    assert claims == {"0 1", "2 3"}
+
+
 def any_half(some, chosen):
     """Planted: any half may go on."""
     return 2 * len(set(some) & set(chosen)) >= len(some)
@@ -213,6 +268,11 @@ def split(monkeypatch):
     """Planted: an agreement without a majority."""
     for module in (membership, members):
         monkeypatch.setattr(module, "quorum", any_half)
+
+
+def each_first(monkeypatch):
+    """Planted: whoever claims to go on is told that it is the first."""
+    monkeypatch.setattr(members, "first", lambda path, word: word)
 
 
 def late(monkeypatch):
@@ -271,11 +331,11 @@ def twice(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plant", [split, late, forgotten, stale, twice, unrepeated])
+@pytest.mark.parametrize("plant", [split, each_first, late, forgotten, stale, twice, unrepeated])
 def test_planted_faults_are_found(plant, monkeypatch):
     """Each is found by some of the first seeds, or by a second fall soon after the first; its script is short."""
     plant(monkeypatch)
-    size = 2 if plant is split else 3
+    size = 2 if plant in (split, each_first) else 3
     falls = [({330: ("kill", 2), 330 + later: ("kill", 1)}, None) for later in range(10, 300, 6)]
     for script, seed in falls if plant is forgotten else [({}, seed) for seed in range(1000)]:
         if failure(script, size, seed)[0]:

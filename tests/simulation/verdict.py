@@ -16,7 +16,7 @@ def check(simulation):
         check_told(simulation, process, run)
         check_end(simulation, process, run)
     for one, other in itertools.product(simulation.runs.values(), repeat=2):
-        check_one_side(simulation.size, one.world, other.world)
+        check_one_side(simulation, one.world, other.world)
     assert simulation.schedule.now < LONGEST, f"it took {simulation.schedule.now:.0f} s"
     if not simulation.schedule.struck:
         ends = [run.end for run in simulation.runs.values()]
@@ -70,16 +70,27 @@ def check_end(simulation, process, run):
         assert early or not run.well, f"{process} ended by {end!r}, although {run.well} were well"
 
 
-def check_one_side(size, one, other):
-    """All members of an incarnation take the same for the next one, and only a quorum of them goes on."""
+def check_one_side(simulation, one, other):
+    """All members of an incarnation take the same for the next one; only a majority goes on, or one half of them.
+
+    That is the half that has claimed in the folder, or else the one with the lowest member.
+    """
     if one is None or other is None or one.members.run != other.members.run:
         return
     pasts = [{number: chosen for number, chosen in each.members._past.items() if chosen} for each in (one, other)]
     for number, chosen in pasts[0].items():
         same = pasts[1].get(number, chosen)
         assert same == chosen, f"two sides go on: {chosen} and {same}"
-    everybody = set(range(size))
+    everybody = set(range(simulation.size))
     for number, chosen in sorted((pasts[1] | pasts[0]).items()):
         stay = everybody - set(chosen["lost"])
-        assert quorum(sorted(everybody), stay), f"{stay} of {everybody} went on in incarnation {number}"
+        claim = simulation.disk.claim(one.members.run, number - 1)
+        claimed = claim is not None and 2 * len(stay) == len(everybody)
+        fair = claim == spelled_half(stay) if claimed else quorum(everybody, stay)
+        assert fair, f"{stay} of {everybody} went on in incarnation {number}, and {claim} has claimed that"
         everybody = stay | set(map(int, chosen["joined"]))
+
+
+def spelled_half(half):
+    """A half as the folder has it."""
+    return " ".join(map(str, sorted(half)))

@@ -24,7 +24,7 @@ from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Incident, Progress, Seen, StepReport, Training
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
-MARK = "world-"  # how names begin by which hosts see that they share the directory, and who goes on
+MARK = "world-"  # how names of folders begin by which hosts see that they share the directory; who goes on is in them
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 NAME = re.compile(r"step-[0-9]{12}")
 # What a line of the log has if it is an event: types of fields that others read; None stands for one that is not there.
@@ -346,10 +346,12 @@ def newest_of(path: pathlib.Path) -> Snapshot | None:
 
 def mark(path: pathlib.Path, run: int) -> None:
     """Mark a directory as that of a run over hosts, so that each of them can see whether it sees the same one."""
-    for old in path.glob(f"{MARK}*"):
-        with contextlib.suppress(OSError):  # somebody else's stays; it names another run
-            old.unlink()
-    first(path / f"{MARK}{run}", "")
+    with contextlib.suppress(OSError):  # one that cannot be listed may still be marked
+        for old in path.glob(f"{MARK}*"):
+            with contextlib.suppress(OSError):  # somebody else's stays; it names another run
+                files.remove(old)
+    with contextlib.suppress(OSError):  # then nobody sees the mark
+        os.mkdir(path / f"{MARK}{run}")
 
 
 def is_marked(path: pathlib.Path, run: int) -> bool:
@@ -360,7 +362,7 @@ def is_marked(path: pathlib.Path, run: int) -> bool:
 def first(path: pathlib.Path, word: str) -> str:
     """The word of who came first; "" if it cannot be read. A link is made at once or not at all, over networks too."""
     with contextlib.suppress(OSError):
-        os.symlink(word or ".", path)
+        os.symlink(word, path)
     with contextlib.suppress(OSError):
         return os.readlink(path)
     return ""

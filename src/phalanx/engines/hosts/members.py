@@ -213,10 +213,11 @@ class Members:
         # Only a leader that is about to propose claims. A later leader of the same half reads the same word and goes
         # on. Where the folder cannot be read the word is "". That is no half, so this one may not go on. `begin`
         # forgets the claim, and the link's name has the number of the incarnation. Without a folder that all see, the
-        # half with the lowest member goes on. Not covered: a half that claims and then dies. The other one ends with
-        # a PeersLostError all the same.
+        # half with the lowest member goes on. The link lies in the mark. So a host cannot make it that has lost the
+        # folder meanwhile, and sees an empty one at the same path, as where nothing is mounted any more. Not covered: a
+        # half that claims and then dies. The other one ends with a PeersLostError all the same.
         if claim and self._half is None:
-            self._half = first(self.folder / f"{MARK}{self.run}-{self.number}", half)
+            self._half = first(self.folder / f"{MARK}{self.run}" / str(self.number), half)
         return self._half == half
 
     def _hopeful(self, some: Collection[int]) -> bool:
