@@ -60,9 +60,9 @@ def test_members_agree_soon_for_many_seeds(share, part):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("share", SHARES)
-def test_a_thousand_members_agree_soon(share):
-    """The same for a thousand members."""
-    assert fallen(1000, share, [SEED]) == ""
+def test_more_members_agree_soon(share):
+    """The same for two hundred members; ``benchmarks/scale.py`` tries a thousand, for minutes."""
+    assert fallen(200, share, [3 * SEED, 3 * SEED + 1]) == ""
 
 
 def returned(seed, looks):

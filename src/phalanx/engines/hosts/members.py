@@ -285,7 +285,9 @@ class Members:
         Hubs know who has. Others know whether hubs have, and let the next ones lead if those hang. Whoever leads then
         is told a moment later.
         """
-        hubs = self.hubs if over >= 0 else []
+        if over < 0:
+            return self.alive
+        hubs = self.hubs
         late = [rank for rank in self.alive if rank in stopped or (self.me not in hubs and rank not in hubs)]
         leads = over >= self.seconds and self.me in sorted([self.me, *late])[: beacon.HUBS]
         return [rank for rank in late if rank in stopped] if leads else late
