@@ -274,7 +274,8 @@ class Members:
             self._hear(max(0.0, due - now))
             while self._waiting:
                 sender, message = self._waiting.pop(0)
-                due = due if sender in agreement.stopped else now
+                few = len(self.ranks) <= TOLD_IN_A_TICK  # of many, each would bring words to all
+                due = now if few and sender not in agreement.stopped else due
                 self._send(agreement.hear(sender, message))
         self._past[self.number + 1] = agreement.chosen
         return agreement.chosen
