@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import datetime
-import random
 import threading
 
 import pytest
@@ -16,37 +15,13 @@ from phalanx.engines.hosts.gloo import Gloo
 from phalanx.engines.hosts.pieces import Pieces, in_pieces
 from phalanx.engines.hosts.world import in_rows
 from phalanx.frameworks.torch.arithmetic import copy_all
-from phalanx.plan.fold import Fold, place
+from phalanx.plan.fold import place
 from phalanx.plan.levels import levels
 from phalanx.shared.layout import Spec
+from tests.vectors import bits, folded, gradients
 
 SHAPES = [(1000, 701), (7,), (64, 64), (), (5000,)]
 SPECS = [Spec(shape, torch.empty(shape).stride(), "float32", 4) for shape in SHAPES]
-
-
-def gradients(replicas, seed):
-    """A vector for each replica, with entries that some replicas lack, and bits that show the order of additions."""
-    drawn = random.Random(seed)
-    made = torch.Generator().manual_seed(seed)
-    return [
-        [
-            None if drawn.random() < 0.3 else torch.randn(shape, generator=made) * 10.0 ** drawn.randint(-3, 3)
-            for shape in SHAPES
-        ]
-        for _ in range(replicas)
-    ]
-
-
-def plus(left, right):
-    return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
-
-
-def folded(vectors, block, replicas):
-    """What a worker has at its nodes."""
-    fold = Fold(replicas, plus)
-    for replica in block:
-        fold.push(replica, vectors[replica])
-    return [partial.value for partial in fold.partials()]
 
 
 def by_transport(store, rank, among, count, sent):
@@ -76,7 +51,7 @@ def exchanged(replicas, workers, count, vectors, blocks=None, fault=None, carrie
     blocks = blocks or place(replicas, workers).blocks
     limit = datetime.timedelta(seconds=30)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-    sums = [vector for block in blocks for vector in folded(vectors, block, replicas)]
+    sums = [vector for block in blocks for vector in folded(vectors, block)]
     masks = [bytes(entry is not None for entry in vector) for vector in sums]
     done = threading.Barrier(workers)  # nobody leaves while others still send
 
@@ -88,7 +63,7 @@ def exchanged(replicas, workers, count, vectors, blocks=None, fault=None, carrie
         made = flat.Flat(SPECS, replicas, among, cut)
         if fault is not None:
             fault(made)
-        mine = folded(vectors, blocks[rank], replicas)
+        mine = folded(vectors, blocks[rank])
 
         def fill(indices, homes):
             copy_all(
@@ -120,12 +95,8 @@ def noted(begin, sent, host):
     return begun
 
 
-def bits(vector):
-    return [None if entry is None else entry.contiguous().numpy().tobytes() for entry in vector]
-
-
 def by_hand(vectors, replicas):
-    (total,) = folded(vectors, range(replicas), replicas)
+    (total,) = folded(vectors, range(replicas))
     return bits([None if entry is None else entry / replicas for entry in total])
 
 
@@ -136,7 +107,7 @@ def by_hand(vectors, replicas):
 )
 def test_two_levels_have_the_folds_bits(replicas, workers, count, carried):
     """So they have where blocks are no branches of the tree, and some replicas lack gradients."""
-    vectors = gradients(replicas, seed=replicas)
+    vectors = gradients(SHAPES, replicas, seed=replicas)
     wanted = by_hand(vectors, replicas)
     assert all(bits(mean) == wanted for mean, _ in exchanged(replicas, workers, count, vectors, carried=carried))
 

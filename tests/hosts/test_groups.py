@@ -7,7 +7,6 @@ import concurrent.futures
 import itertools
 import math
 import queue
-import random
 
 import pytest
 import torch
@@ -16,9 +15,10 @@ from phalanx.engines.flat import Flat
 from phalanx.engines.hosts import gloo
 from phalanx.engines.hosts.gloo import Gloo
 from phalanx.engines.hosts.pieces import Pieces, in_pieces
-from phalanx.plan.fold import Fold, place
+from phalanx.plan.fold import place
 from phalanx.plan.levels import MANY, grouped, levels
 from phalanx.shared.layout import Spec
+from tests.vectors import bits, folded, gradients
 
 SHAPES = [(17, 3), (7,), (), (40,)]
 SPECS = [Spec(shape, torch.empty(shape).stride(), "float32", 4) for shape in SHAPES]
@@ -67,34 +67,6 @@ def together(size, work):
         return list(threads.map(one, range(size)))
 
 
-def gradients(replicas, seed):
-    """A vector for each replica, with entries that some replicas lack, and bits that show the order of additions."""
-    drawn, made = random.Random(seed), torch.Generator().manual_seed(seed)
-    return [
-        [
-            None if drawn.random() < 0.3 else torch.randn(shape, generator=made) * 10.0 ** drawn.randint(-3, 3)
-            for shape in SHAPES
-        ]
-        for _ in range(replicas)
-    ]
-
-
-def plus(left, right):
-    return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
-
-
-def folded(vectors, block):
-    """What a host has at its nodes."""
-    own = Fold(len(vectors), plus)
-    for replica in block:
-        own.push(replica, vectors[replica])
-    return [partial.value for partial in own.partials()]
-
-
-def bits(vector):
-    return [None if entry is None else entry.contiguous().numpy().tobytes() for entry in vector]
-
-
 def exchanged(vectors, blocks, groups, fault=None):
     """Of each host the bits of the sum that it gets, and what it sent."""
     replicas = len(vectors)
@@ -137,7 +109,7 @@ CASES = [
 @pytest.mark.parametrize(("hosts", "replicas", "groups"), sorted(CASES), ids=str)
 def test_groups_of_any_size_have_the_folds_bits(hosts, replicas, groups):
     """In one, two or three levels, in groups of unequal size, whose replicas are no branch of the tree."""
-    vectors = gradients(replicas, seed=hosts * replicas)
+    vectors = gradients(SHAPES, replicas, seed=hosts * replicas)
     wanted = bits(folded(vectors, range(replicas))[0])
     found = exchanged(vectors, place(replicas, hosts).blocks, groups)
     assert all(total == wanted for total, _ in found)
@@ -146,7 +118,7 @@ def test_groups_of_any_size_have_the_folds_bits(hosts, replicas, groups):
 @pytest.mark.parametrize("hosts", [16, 18, 30, 36, 37, 61])
 def test_many_hosts_send_few_messages(hosts):
     """As many as the formula says, and the bits of one host; hosts that are few, or 17, send to all others."""
-    vectors = gradients(hosts + 5, seed=hosts)
+    vectors = gradients(SHAPES, hosts + 5, seed=hosts)
     found = exchanged(vectors, place(hosts + 5, hosts).blocks, grouped(hosts))
     assert all(total == bits(folded(vectors, range(hosts + 5))[0]) for total, _ in found)
     most = max(len(sent) for _, sent in found)

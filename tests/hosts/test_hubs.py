@@ -14,6 +14,7 @@ from phalanx.engines.hosts import beacon, messages, world
 from phalanx.engines.hosts.members import Members
 from phalanx.engines.hosts.messages import Door, key_of
 from phalanx.errors import PeersLostError
+from phalanx.plan.membership import HUBS
 
 KEY = key_of(b"", "hubs")
 EVERYBODY = list(range(8))
@@ -29,7 +30,7 @@ def beside():
             air = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             for each in (pipe, parent, air):
                 undo.enter_context(each)
-            facts = {"me": me, "id": 100 + me, "key": KEY.hex(), "size": 8, "port": 9, "seconds": 20.0}
+            facts = {"me": me, "id": 100 + me, "key": KEY.hex(), "size": 8, "port": 9, "seconds": 20.0, "hubs": HUBS}
             made = beacon.Beacon(pipe, air, facts)
             peers = {str(rank): ["127.0.0.1", 9] for rank in EVERYBODY}
             run = {"run": 1, "number": 1, "members": EVERYBODY}

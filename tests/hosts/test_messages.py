@@ -12,6 +12,7 @@ import pytest
 
 from phalanx.engines.hosts.members import Farewell, Members
 from phalanx.engines.hosts.messages import FOREIGN, MALFORMED, OTHER_VERSION, Door, key_of
+from phalanx.plan.membership import HUBS
 from tests.sampling import SEED
 
 SIZE, RUN = 3, 4711
@@ -128,7 +129,13 @@ def test_texts_from_outside_obey_nothing():
 def test_what_a_store_has():
     """A value is read where it was put, by who has the key; anything else is as if it were not there."""
     door = Door(KEY, SIZE)
-    about = {"doubts": {"x": "1"}, "host": "a", "cores": [0], "place": ["127.0.0.1", 9], "recipe": {"lr": 0.1}}
+    about = {
+        "doubts": {"x" * 900: "1" * 3000},
+        "host": "a",
+        "cores": [0],
+        "place": ["127.0.0.1", 9],
+        "recipe": {"lr": 0.1},
+    }
     values = {"run": RUN, "hello": "ab", "welcome": "cd", "newest": -1, "left": ["failed", "why"], "about": about}
     for name, value in values.items():
         data = door.seal(value, f"1/{name}")
@@ -391,7 +398,7 @@ def test_a_lost_member_is_told_of_the_run_for_a_bounded_time(member, monkeypatch
     OPEN.extend(pipes)
     air = datagram_socket()
     there = Outside(Door(KEY, SIZE), rank=2)
-    facts = {"me": 0, "id": 5, "key": KEY.hex(), "size": SIZE, "port": 9, "seconds": 2.0}
+    facts = {"me": 0, "id": 5, "key": KEY.hex(), "size": SIZE, "port": 9, "seconds": 2.0, "hubs": HUBS}
     made = beacon.Beacon(pipes[0], air, facts)
     run = {"run": RUN, "number": 1, "members": [0]}
     made.configure({"peers": {"2": there.place}, "members": [0], "run": run, "wide": False})

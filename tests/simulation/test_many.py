@@ -9,7 +9,7 @@ from phalanx.engines.hosts import beacon, messages
 from phalanx.engines.hosts.messages import Door
 from phalanx.engines.hosts.world import World
 from phalanx.errors import PeersLostError
-from phalanx.plan.membership import Agreement
+from phalanx.plan.membership import HUBS, Agreement
 from tests.sampling import SEED
 from tests.simulation.many import BEATS, LOST_AFTER, Many
 
@@ -150,7 +150,7 @@ def test_a_standby_that_does_not_take_over_is_found(monkeypatch):
 def test_a_set_of_members_of_before(number, lives):
     """A hub that is still in the incarnation before does not know who has joined; one in this incarnation does."""
     with socket.socket() as pipe, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as air:
-        facts = {"me": 5, "id": 5, "key": b"key".hex(), "size": 8, "port": 9, "seconds": 20.0}
+        facts = {"me": 5, "id": 5, "key": b"key".hex(), "size": 8, "port": 9, "seconds": 20.0, "hubs": HUBS}
         one = beacon.Beacon(pipe, air, facts)
         everybody = [0, 1, 2, 5, 6]
         run = {"run": 1, "number": 2, "members": everybody}
@@ -197,7 +197,7 @@ def longest():
         {"kind": "chosen", "number": number, "value": value},
     ]  # fmt: skip
     beat = {"run": big, "number": number, "members": everybody, "hears": everybody, "asks": False}
-    places = {str(last - each): LONGEST_PLACE for each in range(beacon.HUBS)}
+    places = {str(last - each): LONGEST_PLACE for each in range(HUBS)}
     return [{"beat": beat | {"places": None}}, {"beat": beat | {"places": places}}, *({"say": each} for each in said)]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]  # plain values only, so that it travels as JSON
+HUBS = 3  # members that hear all others, and say it to all when they have stopped: the lowest that live
 TOLD_IN_A_TICK = 64  # members
 PATIENCE = 10  # ticks until a leader begins another ballot
 KINDS = "stopped", "prepare", "promise", "accept", "accepted_by", "chosen"
@@ -58,8 +59,6 @@ class Agreement:
         if it cannot be formed now. Asked where this member leads.
     able : callable
         ``able(some)``: whether some members are a quorum.
-    few : int
-        To how many of the lowest that live a member says how it has stopped; the lowest one leads. They say it to all.
 
     Attributes
     ----------
@@ -71,7 +70,7 @@ class Agreement:
 
     def __init__(
         self, me: int, members: Sequence[int], propose: Callable[[dict[int, Message]], Any],
-        able: Callable[[Collection[int]], bool] | None = None, few: int = 3,
+        able: Callable[[Collection[int]], bool] | None = None,
     ) -> None:  # fmt: skip
         self.chosen: Any = None
         self.stopped: dict[int, Message] = {}
@@ -81,7 +80,7 @@ class Agreement:
         self._ballot, self._proposal = NONE, None
         self._promises: dict[int, tuple[tuple[int, int], Any]] = {}
         self._votes: set[int] = set()
-        self._wait, self._few = 0, few
+        self._wait = 0
         # What was said last of how this one has stopped. Among many not at every tick, as one has to hear them all.
         self._told = list[Addressed]()
         self._pause, self._every = 0, 1 + len(members) // TOLD_IN_A_TICK
@@ -91,8 +90,8 @@ class Agreement:
         if self.chosen is not None:
             return []
         here = {self._me, *alive} & set(self._members)
-        few = sorted(here)[: self._few]
-        said = self._stop(how_stopped, sorted(here) if self._me in few else few)
+        hubs = sorted(here)[:HUBS]
+        said = self._stop(how_stopped, sorted(here) if self._me in hubs else hubs)
         self._wait -= 1
         if self._wait < 0 and min(here) == self._me and here <= self.stopped.keys():
             proposal = self._propose({member: self.stopped[member] for member in sorted(here)})

@@ -47,7 +47,6 @@ JOIN_SECONDS = 0.2  # between two tries to join
 TOLD_SECONDS = 3600.0  # for which a lost member's last address is told of the run
 KNOWN = 16  # numbers of messages; so many may overtake another one
 AT_ONCE = 100  # datagrams that are read before anything else is done
-HUBS = 3  # members that hear all others
 LOOKS = 20  # within a beat, at who lives
 REFUSED = 2  # datagrams in a row that a host refuses: nobody listens there any more
 
@@ -97,12 +96,12 @@ class Beacon:
     pipe, air : socket
     facts : dict
         me, id, key, size (of the world), port (where others reach ``air``), seconds (after which a silent member is
-        lost).
+        lost), hubs (how many there are).
     """
 
     def __init__(self, pipe: socket.socket, air: socket.socket, facts: dict[str, Any]) -> None:
         self.pipe, self.air, self.me, self.seconds = pipe, air, facts["me"], facts["seconds"]
-        self.port, self.id, self.size = facts["port"], facts["id"], facts["size"]
+        self.port, self.id, self.size, self.most_hubs = facts["port"], facts["id"], facts["size"], facts["hubs"]
         self.door = messages.Door(bytes.fromhex(facts["key"]), self.size)
         self.every, self.parent = self.seconds / BEATS, os.getppid()
         self.count = self.answers = 0  # the last message's number; those to strangers since a beat
@@ -205,9 +204,11 @@ class Beacon:
                 if not self.hears(rank, now):
                     continue
             self.hubs.append(rank)
-            if len(self.hubs) == HUBS:
+            if len(self.hubs) == self.most_hubs:
                 break
-        alone = not set(everybody[:HUBS]) & set(self.hubs)  # others may have fallen with them: asked one by one, they
+        alone = not set(everybody[: self.most_hubs]) & set(
+            self.hubs
+        )  # others may have fallen with them: asked one by one, they
         if self.me in self.hubs or self.wide or alone:  # would cost half of the time each
             self.count_on(self.members, now)
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from phalanx.checkpoint.directory import MARK, first, is_marked
 from phalanx.engines.hosts import beacon, messages
 from phalanx.errors import LeftError, PeersLostError, safe_str
-from phalanx.plan.membership import TOLD_IN_A_TICK, Addressed, Agreement, Message, quorum
+from phalanx.plan.membership import HUBS, TOLD_IN_A_TICK, Addressed, Agreement, Message, quorum
 from phalanx.surroundings import interrupts, presence
 
 TICK_SECONDS = 0.05
@@ -118,7 +118,7 @@ class Members:
         self.place: Place = [address, self._air.getsockname()[1]]
         self._about = {
             "me": me, "id": secrets.randbits(60), "key": door.key.hex(), "size": door.size, "port": self.place[1],
-            "seconds": lost_after,
+            "seconds": lost_after, "hubs": HUBS,
         }  # fmt: skip
         self._order: dict[str, Any] | None = None  # the last one that says who takes part
         self._starts, self._asked, self._pinged = 0, False, time.monotonic()
@@ -242,7 +242,7 @@ class Members:
         PeersLostError
             So many members are lost that those who are left may not go on.
         """
-        agreement = Agreement(self.me, self.ranks, propose, self.able, beacon.HUBS)
+        agreement = Agreement(self.me, self.ranks, propose, self.able)
         began = since = due = time.monotonic()
         while agreement.chosen is None:
             interrupts.check()
@@ -290,7 +290,7 @@ class Members:
             return self.alive
         hubs = self.hubs
         late = [rank for rank in self.alive if rank in stopped or (self.me not in hubs and rank not in hubs)]
-        leads = over >= self.seconds and self.me in sorted([self.me, *late])[: beacon.HUBS]
+        leads = over >= self.seconds and self.me in sorted([self.me, *late])[:HUBS]
         return [rank for rank in late if rank in stopped] if leads else late
 
     def part(self, farewell: Farewell) -> None:
@@ -314,7 +314,7 @@ class Members:
     @property
     def hubs(self) -> list[int]:
         """The members that hear all others, and lead: the lowest that live."""
-        return sorted([self.me, *self.alive])[: beacon.HUBS]
+        return sorted([self.me, *self.alive])[:HUBS]
 
     def close(self) -> None:
         """End the process beside this one."""

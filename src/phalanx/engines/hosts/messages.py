@@ -27,6 +27,7 @@ MOST_MEMBERS = 2048  # of a world
 MOST_TEXT_BYTES = 900  # of a text in it
 NEWCOMERS = 3  # that an incarnation takes in; others ask again
 TEXT, WORD, HOST = 600, 64, 60  # characters
+STORED = 4000  # of a text in a store, which may be longer
 MANY = 1 << 20  # workers or processors of a host
 WAYS = "ended", "failed", "closed", "done", "leaves"
 FOREIGN, OTHER_VERSION, MALFORMED = "of another job", "of another version", "malformed"
@@ -171,7 +172,7 @@ class Door:
             (place, "place store"),
             (table(name, place), "places"),
             (table(name, row(text(WORD), port, text(HOST))), "joined roster"),
-            (table(long, long), "doubts"),
+            (table(text(STORED), text(STORED)), "doubts"),
             (ballot, "ballot"),
             (self._chosen, "value"),
             (self._accepted, "accepted"),
