@@ -61,7 +61,7 @@ def test_members_agree_soon_for_many_seeds(share, part):
 @pytest.mark.campaign
 @pytest.mark.parametrize("share", SHARES)
 def test_more_members_agree_soon(share):
-    """The same for two hundred members; ``benchmarks/scale.py`` tries a thousand, for minutes."""
+    """The same for two hundred members; ``benchmarks/scale.py`` tries more."""
     assert fallen(200, share, [3 * SEED, 3 * SEED + 1]) == ""
 
 

@@ -206,10 +206,9 @@ class Beacon:
             self.hubs.append(rank)
             if len(self.hubs) == self.most_hubs:
                 break
-        alone = not set(everybody[: self.most_hubs]) & set(
-            self.hubs
-        )  # others may have fallen with them: asked one by one, they
-        if self.me in self.hubs or self.wide or alone:  # would cost half of the time each
+        # Others may have fallen with the lowest ones. To ask one after another would cost half of the time each.
+        alone = not set(everybody[: self.most_hubs]) & set(self.hubs)
+        if self.me in self.hubs or self.wide or alone:
             self.count_on(self.members, now)
 
     def count_on(self, ranks: Sequence[int], now: float) -> None:
