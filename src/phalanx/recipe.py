@@ -27,8 +27,8 @@ class Recipe(Definition):
         Called without arguments right after seeding with ``seed``; a module is copied, never trained in place. If it
         returns a tree of jax arrays, jax computes (``docs/jax.md``); a model of tinygrad's: ``docs/open_devices.md``.
     data : tuple, dict, list, map-style dataset, Stream or None
-        Columns (a tuple or dict of arrays or tensors of equal length), a dataset with ``__getitem__`` and ``__len__``,
-        a list of samples, ``phalanx.Stream``; None: the caller brings batches with ``run.step(batch)``.
+        Columns (a tuple or dict of arrays, tensors or data frames of equal length), a dataset with ``__getitem__`` and
+        ``__len__``, a list of samples, ``phalanx.Stream``; None: the caller brings batches with ``run.step(batch)``.
     loss_fn : callable or None
         ``loss_fn(output, target)`` returns the mean loss over the share, or (mean loss, weight). None: ``forward_fn``,
         or the model, returns that itself, or an object with ``.loss``. See ``loss_takes``. A dict of numbers,
@@ -162,7 +162,7 @@ class Recipe(Definition):
             ``load(state)``, as in ``phalanx.callbacks``. Their state is in snapshots.
         progress : bool or "auto"
             True: a progress bar on stderr, or, if that is no terminal, a plain line after each epoch (and after each
-            minute where epochs are longer). "auto": a bar if it is a terminal, else nothing.
+            minute where epochs are longer). "auto": a bar if it is a terminal or a notebook, else nothing.
         max_seconds : float, optional
             Stop after the first step at whose end so much time has passed since the call; ``result.stopped_early``
             says so. With a ``run_dir``, the same call goes on from there, with as much time again.

@@ -147,7 +147,11 @@ class Log(Callback):
     may_fail = True
 
     def __init__(self, to: str, where: Any = None, **options: Any) -> None:
-        checks.choice("to", to, tuple(KINDS))
+        if to not in KINDS:
+            others = (
+                "'csv' or 'tensorboard'; a callback of ten lines logs to wandb, mlflow and others: docs/callbacks.md"
+            )
+            raise UsageError(f"to is {checks.shown(to)}; it must be {others}")
         self._writer = KINDS[to](where, options)
         self._open = False
         self._run: Any = None

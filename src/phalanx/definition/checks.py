@@ -75,6 +75,24 @@ ARGUMENTS = {
     "val_data": HELD_OUT,
     "validation_data": HELD_OUT,
     "eval_dataset": HELD_OUT,
+    "validation_split": f"cut the data yourself, as (x[:900], y[:900]); {HELD_OUT}",
+    "class_weight": "it belongs to the loss: torch.nn.CrossEntropyLoss(weight=...) in phalanx.weighted, which says of "
+    "how much it is the mean; or draw rare classes more often: weights=, one number per sample",
+    "weight_decay": "give it to the optimizer: optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.01)",
+    "warmup_steps": "it is a scheduler: scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, "
+    "total_iters=100)",
+    "fp16": "it is called precision: precision='bfloat16'; float16 needs a scaled loss, which phalanx has not",
+    "bf16": "it is called precision: precision='bfloat16'",
+    "worker_init_fn": "it is not needed: all random generators are seeded for each sample, in any process that reads",
+    "pin_memory": "it is not needed: on accelerators batches go through pinned memory as it is",
+    "persistent_workers": "it is not needed: processes that read, readers=, live as long as the run",
+    "gradient_checkpointing": "the model does it: call model.gradient_checkpointing_enable(), or use "
+    "torch.utils.checkpoint, in make_model",
+    "clip_value": "gradients are clipped by their norm, max_norm=; by value in the optimizer: docs/cookbook.md",
+    "gradient_clip_algorithm": "gradients are clipped by their norm, max_norm=; by value: docs/cookbook.md",
+    "find_unused_parameters": "it is not needed: a parameter without a gradient in a step is left as it is",
+    "sync_batchnorm": "BatchNorm sees the share of a replica, for any number of workers; docs/cookbook.md has what to "
+    "do where shares are small",
     "checkpoint_dir": "it is called run_dir",
     "output_dir": "it is called run_dir",
     "ckpt_path": RUN_DIR,

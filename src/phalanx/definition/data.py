@@ -307,6 +307,28 @@ def spelled(error: Exception) -> str:
     return f"{safe_str(error)}{next((f' ({note})' for note in notes if note.startswith((READING, *checks.NOTES))), '')}"
 
 
+def unframed(data: Any, argument: str = "data") -> Any:
+    """Data whose columns of data frames, as pandas and polars have them, are arrays.
+
+    Raises
+    ------
+    UsageError
+        It is a data frame as a whole, which does not say what is an input and what a target.
+    """
+    if _is_frame(data) and len(getattr(data, "shape", ())) == 2:
+        raise UsageError(
+            f"{argument} is a {type(data).__name__}, which does not say what the model sees and what the target is; "
+            "pass columns: (frame[['a', 'b']], frame['y'])"
+        )
+    if not isinstance(data, (tuple, Mapping)) or not any(_is_frame(leaf) for _, leaf in leaves(data, argument)):
+        return data
+    return map_tree(lambda leaf: leaf.to_numpy() if _is_frame(leaf) else leaf, data)
+
+
+def _is_frame(value: Any) -> bool:
+    return callable(getattr(value, "to_numpy", None)) and callable(getattr(value, "__len__", None))
+
+
 def open_data(data: Any, argument: str = "data") -> Columns | Samples:
     """Recognise what the user passed as ``data``.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from phalanx.definition import checks, generators
 from phalanx.definition.checks import answering
-from phalanx.definition.data import is_array, map_tree, open_data
+from phalanx.definition.data import is_array, map_tree, open_data, unframed
 from phalanx.definition.joining import joined
 from phalanx.definition.plain import hashed
 from phalanx.definition.reachable import held_by
@@ -27,6 +27,7 @@ from phalanx.plan.keys import evaluation_key
 from phalanx.plan.orders import Plan
 
 Home = Callable[[Any], Any]  # copies a leaf of an output into host memory
+OWN_LOSS = "loss"
 EXAMPLE = "metric_fn=lambda output, target: (output.argmax(1) == target).float().mean()"
 OWN = " (Evaluation takes its own, and collate_fn)"
 OBJECT = ("update", "compute", "reset")  # methods of a metric object that keeps a state
@@ -84,6 +85,20 @@ class Mean:
         if value is None or not weight:
             raise UsageError("metric_fn returned weight 0 for every chunk; there is nothing to average over")
         return value / weight
+
+
+class Loss(Mean):
+    """The recipe's own loss, with the weight that it returns, or else that of the samples.
+
+    A framework computes it, as it knows what a loss takes, and what it is the mean of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_unasked)
+
+
+def _unasked(output: Any, target: Any) -> Any:
+    raise UsageError("the recipe's own loss was asked of a framework that does not tell it; give a function instead")
 
 
 class Folded:
@@ -243,6 +258,16 @@ class Metrics:
         return generators.find(self.holders)
 
     @property
+    def takes_loss(self) -> bool:
+        """Whether the recipe's own loss is among the metrics."""
+        return any(isinstance(metric, Loss) for metric in self._metrics.values())
+
+    @property
+    def takes_output(self) -> bool:
+        """Whether another is."""
+        return not all(isinstance(metric, Loss) for metric in self._metrics.values())
+
+    @property
     def names(self) -> dict[str, bool]:
         """The metrics' names, and whether each is the whole name: objects may compute several values."""
         return {name: isinstance(metric, Mean) for name, metric in self._metrics.items()}
@@ -263,12 +288,15 @@ class Metrics:
         other._metrics = {**self._metrics, "": Predictions()}
         return other
 
-    def see(self, output: Any, target: Any, home: Home) -> list[Any]:
-        """What each metric sees of a chunk."""
+    def see(self, output: Any, target: Any, home: Home, loss: Callable[[], Any]) -> list[Any]:
+        """What each metric sees of a chunk; ``loss()`` is the recipe's own, or (that, weight)."""
         if self._single:
             home = functools.partial(_with_axis, home)
         with checks.noting(output, target, OWN):
-            return [metric.see(output, target, home) for metric in self._metrics.values()]
+            return [
+                loss() if isinstance(metric, Loss) else metric.see(output, target, home)
+                for metric in self._metrics.values()
+            ]
 
     def read(self, values: Sequence[Any], samples: int) -> list[Any]:
         """What each metric reads of what it saw; waits for devices."""
@@ -307,6 +335,8 @@ def _metric(value: Any) -> Any:
     """Wrap a metric so that it can see, read and fold; None if it is no metric."""
     if isinstance(value, Predictions):
         return value
+    if isinstance(value, str):
+        return Loss() if value == OWN_LOSS else None
     if all(callable(getattr(value, name, None)) for name in OBJECT):
         return Folded(value)
     return Mean(value) if callable(value) else None
@@ -321,7 +351,8 @@ def _named(metric_fn: Any) -> dict[str, Any]:
         pairs = [(name_of(value), _metric(value)) for value in listed]
     if not pairs or None in [metric for _, metric in pairs]:
         raise UsageError(
-            f"metric_fn is {checks.shown(metric_fn)}; it must be callable, or a list or dict of those, as in {EXAMPLE}"
+            f"metric_fn is {checks.shown(metric_fn)}; it must be callable, or 'loss' for the recipe's own, or a list "
+            f"or dict of those, as in {EXAMPLE}"
         )
     named = dict(pairs)
     if len(named) < len(pairs):
@@ -333,6 +364,8 @@ def _named(metric_fn: Any) -> dict[str, Any]:
 
 def name_of(metric: Any) -> str:
     """The default name of a metric."""
+    if isinstance(metric, str):
+        return metric
     return getattr(metric, "__name__", type(metric).__name__ if hasattr(metric, "compute") else "metric").replace(
         "<lambda>", "metric"
     )
@@ -370,8 +403,9 @@ class Evaluation:
 
     Parameters
     ----------
-    metric_fn : callable, metric object, or list or dict of them
+    metric_fn : callable, metric object, "loss", or list or dict of them
         A function ``metric_fn(output, target)`` returns the mean over the samples that it is given, or (mean, weight).
+        "loss" is the recipe's own loss, with its weights; of phases, the first that is done in every step.
         For what is no mean over samples (F1, AUC), pass ``phalanx.whole(function)`` or an object of torchmetrics.
         Several are named by their keys, else by ``__name__``.
     data : Any
@@ -406,7 +440,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         self.metrics(single=False)
-        check_samples(self.data, self.batch_size)
+        object.__setattr__(self, "data", check_samples(self.data, self.batch_size))
         for name, example in FUNCTIONS.items():
             checks.function(f"{name} of an evaluation", getattr(self, name), f"{name}={example}")
         checks.integer("every_epochs", self.every_epochs, least=1)
@@ -434,10 +468,12 @@ class Evaluation:
         return plan.start((plan.epoch(steps) // self.every_epochs + 1) * self.every_epochs)
 
 
-def check_samples(data: Any, batch_size: Any) -> None:
-    """Refuse what cannot be evaluated, before anything is computed."""
+def check_samples(data: Any, batch_size: Any) -> Any:
+    """The data as engines take it; refuse what cannot be evaluated, before anything is computed."""
+    data = unframed(data, "evaluation data")
     open_data(data, "evaluation data")
     checks.integer("batch_size", batch_size, least=1)
+    return data
 
 
 def meant(metric: str, names: Iterable[str]) -> str | None:

@@ -11,11 +11,11 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.definition import checks, generators
 from phalanx.definition.checks import VERBS, answering
-from phalanx.definition.data import Columns, Samples, Stream, open_data
+from phalanx.definition.data import Columns, Samples, Stream, open_data, unframed
 from phalanx.definition.sampling import Batches, BatchPlan, WeightedPlan, bounds_of, checked_weights
 from phalanx.errors import UsageError
 from phalanx.plan.orders import Plan, steps_per_epoch
@@ -68,8 +68,8 @@ class Phase:
     every: int = 1
     scheduler: Callable[..., Any] | None = None
     name: str = ""
-    loss_takes: str = "output"
-    loss_over: str = "share"
+    loss_takes: Literal["output", "model"] = "output"
+    loss_over: Literal["share", "batch"] = "share"
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -197,21 +197,22 @@ class Definition:
     drop_last: bool = False
     collate_fn: Callable[..., Any] | None = None
     seed: int = 0
-    precision: str | None = None
+    precision: Literal["bfloat16"] | None = None
     threads: int = 1
-    on_nonfinite: str = "stop"
-    schedule_every: str | None = None
+    on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    schedule_every: Literal["step", "epoch"] | None = None
     schedule_on: str | None = None
-    modes: str = "train"
+    modes: Literal["train", "as_made"] = "train"
     micro_batches: int = 1
     phases: Sequence[Phase] | None = None
-    loss_takes: str = "output"
+    loss_takes: Literal["output", "model"] = "output"
     weights: Any = field(default=None, repr=False)
     batch_sampler: Callable[..., Any] | None = None
-    buffers: Mapping[str, str] | None = None
-    loss_over: str = "share"
+    buffers: Mapping[str, Literal["mean", "first", "refuse"]] | None = None
+    loss_over: Literal["share", "batch"] = "share"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "data", unframed(self.data))
         self._check_functions()
         self._check_numbers()
         if self.phases is not None:

@@ -293,14 +293,13 @@ class Functions:
         UsageError
             The loss is no real scalar.
         """
-        if self.definition.loss_fn is not None:
-            return self.loss_of(output, self.target(batch))
-        return self._checked(getattr(output, "loss", output))
+        return self.loss_of(output, None if self.definition.loss_fn is None else self.target(batch))
 
     def loss_of(self, output: Any, target: Any) -> tuple[Any, Any]:
         """The same, given the target."""
         loss_fn = self.definition.loss_fn
-        assert loss_fn is not None
+        if loss_fn is None:
+            return self._checked(getattr(output, "loss", output))
         with checks.noting(output, target):
             return self._checked(loss_fn(output, target))
 
@@ -321,6 +320,11 @@ class Functions:
                 f"an array of shape {loss.shape} and {loss.dtype}", "a real scalar: average it, as in loss.mean()"
             )
         return loss, weight
+
+    def measured(self, output: Any, target: Any) -> Any:
+        """The loss of a chunk that is evaluated, or (loss, weight)."""
+        loss, weight = self.loss_of(output, target)
+        return loss if weight is None else (loss, weight)
 
     def weight(self, returned: Any) -> float | None:
         """A returned weight as a number; None if there was none."""

@@ -7,7 +7,7 @@ import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from phalanx.checkpoint.resume import ANYWAY
 from phalanx.checkpoint.tensors import PICKLES
@@ -21,32 +21,34 @@ from phalanx.run.observers import checked_callbacks
 from phalanx.seams.records import RunOptions
 from phalanx.surroundings import presence
 
+Auto = Literal["auto"]
+
 
 class Options(TypedDict, total=False):
     """What ``train`` and ``start`` accept; they document each."""
 
-    workers: int | str
-    readers: int | str
-    engine: str
+    workers: int | Auto
+    readers: int | Auto
+    engine: Literal["auto", "inline", "processes", "distributed"]
     devices: str | Sequence[str]
-    nondeterministic: str
+    nondeterministic: Literal["error", "allow"]
     run_dir: Any
-    resume: bool | str
-    snapshot_every: int | str
+    resume: bool | Literal["anyway"]
+    snapshot_every: int | Auto
     keep_snapshots: int
-    on_snapshot_error: str
-    chain: int | str
+    on_snapshot_error: Literal["continue", "stop"]
+    chain: int | Literal["auto", "every", "off"]
     audit: float
     max_failures: int
     max_seconds: float | None
-    deadline_seconds: float | str
+    deadline_seconds: float | Auto
     lost_after: float
     min_hosts: int
     secret_file: Any
     warm_start: Any
     evaluation: Evaluation | Sequence[Evaluation] | Mapping[str, Evaluation] | None
     callbacks: Sequence[Any]
-    progress: bool | str
+    progress: bool | Auto
 
 
 Check = Callable[[str, Any], Any]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Result:
     """The outcome of a run, or its state in the middle.
 
@@ -69,10 +69,10 @@ class Result:
         Steps (of steps with phases, updates) that were audited, as ``audit=`` asked, since ``resumed_from``.
     """
 
-    model: Any = field(repr=False)
-    params: dict[str, Any] = field(repr=False)
-    loss_history: list[float] = field(repr=False)
-    metric_history: list[Evaluated] = field(repr=False)
+    model: Any
+    params: dict[str, Any]
+    loss_history: list[float]
+    metric_history: list[Evaluated]
     digest: str
     steps: int
     samples: int
@@ -82,12 +82,12 @@ class Result:
     seconds: float
     startup_seconds: float
     resumed_from: int | None = None
-    incidents: Sequence[Incident] = field(default=(), repr=False)
+    incidents: Sequence[Incident] = ()
     chain: str | None = None
-    averaged: dict[str, Any] | None = field(default=None, repr=False)
-    best: Any = field(default=None, repr=False)
-    predictor: Callable[..., Any] | None = field(default=None, repr=False)
-    phase_history: dict[str, list[float]] = field(default_factory=dict[str, list[float]], repr=False)
+    averaged: dict[str, Any] | None = None
+    best: Any = None
+    predictor: Callable[..., Any] | None = None
+    phase_history: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     stopped_early: str | None = None
     audited: int = 0
 
@@ -108,6 +108,17 @@ class Result:
         width = max(map(len, known))
         return "\n".join(f"{name:{width}}  {value}" for name, value in known.items())
 
+    def __repr__(self) -> str:
+        loss = "None" if self.loss is None else f"{self.loss:.6g}"
+        metrics = "".join(f", {name!r}: {value:.6g}" for name, value in self.metrics.items())[2:]
+        shown = f"loss={loss}, metrics={{{metrics}}}, steps={self.steps}, replicas={self.replicas}"
+        return f"Result({shown}, workers={self.workers}, digest={self.digest!r})"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest value of each metric that was evaluated, by name."""
+        return {item.name: item.value for item in self.metric_history}
+
     @property
     def loss(self) -> float | None:
         """Mean loss of the last step; None before the first."""
@@ -125,7 +136,7 @@ class Result:
         """
         if self.predictor is None:
             raise UsageError("predict() needs the recipe, which this result does not have; call run.predict(data)")
-        check_samples(data, batch_size)
+        data = check_samples(data, batch_size)
         return self.predictor(self.model, self.averaged, data, batch_size, forward_fn)
 
     def save(self, path: Any, *, averaged: bool = False) -> None:

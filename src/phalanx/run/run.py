@@ -18,7 +18,7 @@ from phalanx.errors import LeftError, PeersLostError, PhalanxError, Preempted, S
 from phalanx.run.loop import Loop
 from phalanx.run.result import Result, result_of
 from phalanx.seams import Engine
-from phalanx.seams.records import Exported, Incident, StepReport, Training
+from phalanx.seams.records import Exported, Incident, StepLoss, StepReport, Training
 from phalanx.surroundings import interrupts
 from phalanx.surroundings.turns import ALONE, Turns, verb
 
@@ -178,8 +178,8 @@ class Run:
         return self._engine.worker_pids
 
     @verb
-    def step(self, batch: Any = None) -> float:
-        """Do one step and return its mean loss.
+    def step(self, batch: Any = None) -> StepLoss:
+        """Do one step and return its mean loss: a float that has ``losses``, ``norm``, ``lr`` and ``step``, too.
 
         Parameters
         ----------
@@ -197,7 +197,7 @@ class Run:
                 raise UsageError("step() was called without a batch, but data is None; bring one: run.step((x, y))")
             if self._loop.finished:
                 raise UsageError(f"all {self.steps} planned steps are done; raise steps or epochs, or bring a batch")
-        return self._advance(batch).loss
+        return StepLoss(self._advance(batch))
 
     @verb
     def freeze(self, *names: str) -> None:
@@ -302,7 +302,7 @@ class Run:
             output without either is a UsageError.
         """
         self._check_open()
-        check_samples(data, batch_size)
+        data = check_samples(data, batch_size)
         with self._handed_over():
             return self._loop.predict(data, batch_size, forward_fn)
 

@@ -257,6 +257,36 @@ class StepReport(NamedTuple):
         return {f"loss/{group}{name}": value for group, losses in groups.items() for name, value in losses.items()}
 
 
+class StepLoss(float):
+    """The mean loss of a step, as a float. What else its report has comes along, without what takes memory.
+
+    A copy, and what is pickled, is a plain float.
+
+    Attributes
+    ----------
+    step, lr, samples, seconds, losses, phases
+        As in ``StepReport``.
+    norm : float
+        Its ``grad_norm``.
+    """
+
+    __slots__ = ("losses", "lr", "norm", "phases", "samples", "seconds", "step")
+
+    def __new__(cls, report: StepReport) -> StepLoss:
+        own = super().__new__(cls, report.loss)
+        own.step, own.losses, own.norm, own.lr = report.step, report.losses, report.grad_norm, report.lr
+        own.samples, own.seconds, own.phases = report.samples, report.seconds, report.phases
+        return own
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
+
+    __copy__ = float.__float__
+
+    def __deepcopy__(self, memo: object) -> float:
+        return float(self)
+
+
 class Incident(NamedTuple):
     """Something that happened to a worker.
 

@@ -152,8 +152,8 @@ def rank() -> int:
 
 
 def terminal() -> bool:
-    """Whether stderr is a terminal, on which a bar can be drawn again and again."""
-    return sys.stderr is not None and sys.stderr.isatty()
+    """Whether stderr is a terminal, or the output of a notebook's cell: a bar can be drawn again and again."""
+    return sys.stderr is not None and (sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream")
 
 
 def printable(text: str) -> str:
@@ -174,7 +174,7 @@ def say(text: str) -> None:
 
 
 def shows(progress: bool | str) -> bool:
-    """Whether progress is to be shown; "auto": if stderr is a terminal."""
+    """Whether progress is to be shown; "auto": if stderr is a terminal, or a notebook's."""
     return sys.stderr is not None and (progress is True or (progress == "auto" and terminal()))
 
 

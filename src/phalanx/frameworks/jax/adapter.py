@@ -163,7 +163,7 @@ class Jax(ArrayFramework):
         else:
             output = metrics.forward_fn(self._whole(params), self._forward.input(samples))
         target = self._forward.target(samples, metrics.target_fn) if metrics.targets else None
-        return metrics.see(output, target, _home)
+        return metrics.see(output, target, _home, functools.partial(self._forward.measured, output, target))
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """Containers are the caller's own, arrays cannot be written."""

@@ -102,7 +102,8 @@ class Tinygrad(ArrayFramework):
             batch = self.batch(key, share)
             output, target = self._lanes[0].output(batch, key, self._starts, metrics.target_fn)
             generators.seed(key, self.definition.generators)  # a trace may have drawn
-            return map_tree(_home, metrics.see(output, target if metrics.targets else None, _home))
+            loss = functools.partial(self._lanes[0].measured, output, target)
+            return map_tree(_home, metrics.see(output, target if metrics.targets else None, _home, loss))
 
     def export(self, steps: int, *, copy: bool, digest: bool = True) -> Exported:
         """Always a copy, on the first device."""

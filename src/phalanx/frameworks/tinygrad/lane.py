@@ -128,6 +128,10 @@ class Lane:
         target = self._forward.target(batch.rebuilt(program.inputs), target_fn)
         return map_tree(self._copied, output), map_tree(self._copied, target)
 
+    def measured(self, output: Any, target: Any) -> Any:
+        """The loss of what ``output`` returned, or (loss, weight)."""
+        return self._forward.measured(output, target)
+
     def _copied(self, leaf: Any) -> Any:
         return owned(plain(leaf), self.device) if isinstance(leaf, Tensor) else leaf
 

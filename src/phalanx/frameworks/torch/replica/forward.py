@@ -230,9 +230,39 @@ class Forward:
 
     def evaluated(self, metrics: Metrics, batch: Any, origin: str) -> list[Any]:
         """What metrics see of the model's output and target for ``batch``."""
-        with autocast(self._device, self._definition.precision):
-            output = self.output(batch, origin, metrics.forward_fn)
-        return metrics.see(output, self.target(batch, metrics.target_fn) if metrics.targets else None, _home)
+        tells = self._loss_fn is None and isinstance(batch, Mapping) and "labels" in batch
+        apart = tells or (self._takes_model and not self._over_batch)  # the loss calls the model itself
+        output = target = None
+        if metrics.takes_output or not apart:
+            with autocast(self._device, self._definition.precision):
+                output = self.output(batch, origin, metrics.forward_fn)
+            target = self.target(batch, metrics.target_fn) if metrics.targets else None
+        if tells:
+            loss = functools.partial(self._told, batch, origin, metrics.forward_fn)
+        else:
+            seen = self._seen(batch) if self._takes_model and metrics.target_fn is None else target
+            loss = functools.partial(self._measured, output, seen)
+        return metrics.see(output, target, _home, loss)
+
+    def _told(self, batch: Any, origin: str, forward_fn: Callable[..., Any] | None) -> Any:
+        """A model's own loss of a chunk, and how many labels it is the mean of: its gradient shows that."""
+        with autocast(self._device, self._definition.precision), torch.enable_grad():
+            value = self.output(batch, origin, forward_fn)
+        loss, weight, _ = _split("the model", value)
+        weight = TokenMean().weight(value, loss, batch) if weight is None else weight
+        return _weighted(loss, weight)
+
+    def _measured(self, output: Any, seen: Any) -> Any:
+        """The loss of a chunk; ``seen``: its target, or the batch where the loss takes that."""
+        loss_fn = self._loss_fn
+        with autocast(self._device, self._definition.precision), checks.noting(output, seen):
+            if self._over_batch:
+                value = self._of_rows(output, seen)
+            elif loss_fn is None:
+                value = output
+            else:
+                value = loss_fn(self._model if self._takes_model else output, seen)
+        return _weighted(*_split("loss_fn" if loss_fn else "the model", value)[:2])
 
     def to_device(self, batch: Any) -> Any:
         """``batch`` with its tensors on the model's device."""
@@ -277,6 +307,11 @@ class Forward:
                 f"a float64 loss for a model that is not{guess}",
                 "one in the model's dtype: convert the target with .astype(numpy.float32) (a tensor: .float())",
             )
+
+
+def _weighted(loss: Any, weight: Any) -> Any:
+    loss = _detached(loss) if _is_number(loss) or isinstance(loss, torch.Tensor) else loss
+    return loss if weight is None else (loss, weight)
 
 
 def _home(leaf: Any) -> Any:

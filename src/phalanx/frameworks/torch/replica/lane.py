@@ -99,6 +99,7 @@ class Lane:
         device = self.parameters[0].device
         begin = buffers.begin
         self._forwards = [Forward(definition, model, device, later=unread, phase=one, begin=begin) for one in phases]
+        self._measuring = self._forwards[definition.rounds.main]
         self._chosen = [None if phase is None else covered(phase, self.named, model) for phase in phases]
         self._no_mean = no_mean
         self._over: Any = None
@@ -370,7 +371,7 @@ class Lane:
             try:
                 comparing = checks.comparing(self._no_mean.compared, metrics.key)
                 with comparing, interrupts.held(), interrupts.user_code():
-                    values = self._forwards[0].evaluated(metrics, self._read_batch(key, share), share.origin)
+                    values = self._measuring.evaluated(metrics, self._read_batch(key, share), share.origin)
             finally:
                 self.buffers.restore()
                 self._retrain(trained)
