@@ -230,6 +230,17 @@ def test_reports(kit):
     assert reports(engine="inline") == reports(**kit.spread(3))
 
 
+def test_the_recipes_own_loss(kit):
+    """Over the samples of a step it is what the next step has, by its weights; over others it is another."""
+    recipe = kit.recipe(1, shuffle=False)
+    with recipe.start() as run:
+        samples = len(recipe.plan.indices(0))
+        value = run.evaluate("loss", tuple(column[:samples] for column in recipe.data))
+        other = run.evaluate("loss", tuple(column[1:samples] for column in recipe.data))
+        assert value == pytest.approx(run.step(), rel=1e-5)
+        assert other != pytest.approx(value, rel=1e-5)
+
+
 @pytest.mark.long
 def test_evaluation_after_each_epoch(kit):
     """Values in the middle of a run are the same, and taking them changes nothing that follows."""
