@@ -38,6 +38,7 @@ from phalanx.seams.records import Evaluated, Incident, StepReport
 from phalanx.surroundings.presence import current_epoch, current_step
 
 if TYPE_CHECKING:
+    from phalanx.lab.many import train_all
     from phalanx.lab.tuning import find_lr, tune
 
 __version__ = "0.1.0"
@@ -76,6 +77,7 @@ __all__ = [
     "load",
     "replay",
     "train",
+    "train_all",
     "tune",
     "verify",
     "weighted",
@@ -89,4 +91,8 @@ def __getattr__(name: str) -> Any:
         from phalanx.lab import tuning
 
         return getattr(tuning, name)
+    if name == "train_all":
+        from phalanx.lab.many import train_all
+
+        return train_all
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,7 @@ from phalanx.seams import Framework
 from phalanx.shared.inputs import GONE, Inputs
 from phalanx.shared.memory import Memory
 
+READER = "phalanx.engines.reading"
 LOOK_SECONDS = 0.1
 FUTILE = 5  # readers in a row that could not go on, or died within a second
 
@@ -68,6 +69,7 @@ class Readers:
         self.taken = functools.partial(Taken, inputs)
         self.error: Exception | None = None
         self._memories, self._own = memories, own
+        self._inherited = [memory.fd for memory in memories]
         self._alive: dict[int, WorkerHandle] = {}
         self._done = set[int]()  # those that have read everything
         self._output = Output()
@@ -103,7 +105,7 @@ class Readers:
     def _fill(self) -> None:
         """Start the readers that are missing."""
         for number in set(range(self.inputs.readers)) - self._alive.keys() - self._done:
-            handle = self._alive[number] = WorkerHandle(-1 - number, [memory.fd for memory in self._memories])
+            handle = self._alive[number] = WorkerHandle(number, self._inherited, READER)
             self.inputs.note_pid(number, handle.pid)
             self._output.follow(handle.pipes)
 

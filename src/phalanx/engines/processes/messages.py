@@ -166,6 +166,10 @@ class DriverChannel:
         with self._sending:
             self._connection.send_bytes(message)
 
+    def received(self) -> bytes:
+        """A message from the caller."""
+        return self._connection.recv_bytes()
+
     def wake(self) -> None:
         """Send an empty message."""
         with self._sending:

@@ -32,6 +32,7 @@ from phalanx.shared.counters import GO_ON, LEAVE, TASK, Counters
 from phalanx.shared.memory import Memories, fence, order
 from phalanx.surroundings import interrupts, presence
 
+WORKER = "phalanx.engines.processes.worker"
 POLL_MILLISECONDS = 50
 # Polls in a row without progress, from one look for stopped workers to the next: three seconds of this process's own
 # time. Slurm's suspend stops some processes by SIGTSTP two seconds before it stops all; none of these is woken.
@@ -47,6 +48,15 @@ BEGINNING = "<string>"  # the file name of a worker's warnings that come from no
 
 class WorkerHandle:
     """The caller's side of one worker. Implements ``presence.Owned``.
+
+    Parameters
+    ----------
+    number : int
+        Among those that live the same life.
+    memories : sequence of int
+        Descriptors that it inherits.
+    lives : str
+        The module whose ``live(channel, memories, number)`` is what it does.
 
     Attributes
     ----------
@@ -64,7 +74,7 @@ class WorkerHandle:
         Whether it was stopped, and was made to go on.
     """
 
-    def __init__(self, number: int, memories: Sequence[int]) -> None:
+    def __init__(self, number: int, memories: Sequence[int], lives: str = WORKER) -> None:
         self.number = number
         self.ended = self.ready = self.woken = False
         self.born = time.monotonic()
@@ -76,7 +86,7 @@ class WorkerHandle:
         presence.own(self)
         try:
             fds = [theirs.fileno(), output[1], errors[1], *memories]
-            self._zygote, self.pid, self.pidfd = WARM.spawn(number, fds)
+            self._zygote, self.pid, self.pidfd = WARM.spawn(lives, number, fds)
         except BaseException:
             self._close()
             raise

@@ -23,7 +23,7 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -131,7 +131,39 @@ def pack(thing: Any, memory: Memory, reducer: Reducer) -> int:
     UsageError
         Something in it cannot be pickled; names the path to it.
     """
-    pieces = pieces_of(thing, reducer, by_file=True)
+    return _write(pieces_of(thing, reducer, by_file=True), memory)
+
+
+def pack_each(things: Sequence[Any], memory: Memory, reducer: Reducer) -> None:
+    """Write several things so that each can be unpacked alone; an array that several have is written once.
+
+    Raises
+    ------
+    UsageError
+        Something in one cannot be pickled; names the path to it.
+    """
+    pool, places, table = list[memoryview](), dict[tuple[int, int], int](), list[list[int]]()
+    for thing in things:
+        buffers: list[pickle.PickleBuffer] = []
+        body = _pickled(thing, reducer, buffers, by_file=True)
+        numbers = list[int]()
+        for raw in (memoryview(body), *(buffer.raw() for buffer in buffers)):
+            address = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
+            numbers.append(places.setdefault((address, raw.nbytes), len(pool)))
+            if numbers[-1] == len(pool):
+                pool.append(raw)
+        table.append(numbers)
+    _write(_laid_out([memoryview(pickle.dumps(table)), *pool]), memory)
+
+
+def unpack_one(memory: Memory, number: int) -> Any:
+    """One of the things that ``pack_each`` wrote."""
+    table, *pool = _pieces(memory.map(private=True))
+    body, *buffers = (pool[place] for place in pickle.loads(table)[number])  # noqa: S301  packed by this process's parent
+    return pickle.loads(body, buffers=buffers)  # noqa: S301
+
+
+def _write(pieces: Sequence[memoryview | bytes], memory: Memory) -> int:
     _fit(memory, sum(map(len, pieces)))
     offset = 0
     with memory.map() as mapped:
@@ -148,7 +180,11 @@ def pieces_of(thing: Any, reducer: Reducer, *, by_file: bool = False) -> list[me
     """
     buffers: list[pickle.PickleBuffer] = []
     body = _pickled(thing, reducer, buffers, by_file=by_file)
-    parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+    return _laid_out([memoryview(body), *(buffer.raw() for buffer in buffers)])
+
+
+def _laid_out(parts: Sequence[memoryview]) -> list[memoryview | bytes]:
+    """Parts behind a header with their sizes, each at a multiple of 64 bytes."""
     header = np.array([len(parts), *(part.nbytes for part in parts)], np.int64).tobytes()
     pieces = [memoryview(header), *parts]
     return [part for piece in pieces for part in (piece, bytes(-piece.nbytes % ALIGNMENT))]
@@ -181,12 +217,16 @@ def unpack(memory: Memory) -> Any:
 
 def unpack_bytes(content: Any) -> Any:
     """Unpack a buffer that holds the pieces of ``pieces_of``. Arrays lie in it."""
+    pieces = _pieces(content)
+    return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
+
+
+def _pieces(content: Any) -> list[memoryview]:
     view = memoryview(content)
     numbers, carver = view.cast("q"), Carver()
     sizes = numbers[1 : 1 + numbers[0]]
     carver.take(numbers.itemsize + sizes.nbytes)
-    pieces = [view[carver.take(size) :][:size] for size in sizes]
-    return pickle.loads(pieces[0], buffers=pieces[1:])  # noqa: S301  packed by this process's parent
+    return [view[carver.take(size) :][:size] for size in sizes]
 
 
 def _pickled(thing: Any, reducer: Reducer, buffers: list[pickle.PickleBuffer], *, by_file: bool) -> bytes:

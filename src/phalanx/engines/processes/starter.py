@@ -30,7 +30,7 @@ from phalanx.frameworks.registry import RECORDS, in_use, reduced
 from phalanx.surroundings import interrupts, presence, sources
 
 ATTEMPTS = 5  # zygotes that are tried to start a worker
-MESSAGE_BYTES = 64  # of each message, padded
+MESSAGE_BYTES = 128  # of each message, padded
 WHOLE = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL  # the caller's child programs inherit none
 FAREWELL_SECONDS, KILLED_SECONDS = 3.0, 5.0
 SLICE_SECONDS = 0.05  # between two looks at Ctrl-C
@@ -107,9 +107,9 @@ class Zygote:
                 self._lock.release()
         return not self._due
 
-    def spawn(self, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
+    def spawn(self, lives: str, number: int, fds: Sequence[int]) -> tuple[int, int | None]:
         """Start a worker with these descriptors; returns its pid and, where there are any, a pidfd."""
-        answer, handles = self._ask({"worker": number}, fds)
+        answer, handles = self._ask({"lives": lives, "worker": number}, fds)
         self._workers.add(answer["pid"])
         return answer["pid"], handles[0] if handles else None
 
@@ -141,7 +141,7 @@ class Zygote:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILLED_SECONDS)
 
-    def _ask(self, request: dict[str, int], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
+    def _ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
         """Send a request, and wait for its answer. Ctrl-C meanwhile ends the zygote."""
         while not self._lock.acquire(timeout=SLICE_SECONDS):
             interrupts.check()
@@ -159,7 +159,7 @@ class Zygote:
         finally:
             self._lock.release()
 
-    def _send(self, request: dict[str, int], fds: Sequence[int]) -> None:
+    def _send(self, request: dict[str, Any], fds: Sequence[int]) -> None:
         message = json.dumps(request).encode().ljust(MESSAGE_BYTES)
         socket.send_fds(self._socket, [message], list(fds), socket.MSG_DONTWAIT)
         self._due += 1
@@ -231,8 +231,10 @@ class Warm:
                 self.close()
             self.zygote()
 
-    def spawn(self, number: int, fds: Sequence[int]) -> tuple[Zygote, int, int | None]:
-        """Start a worker; returns its zygote, pid and pidfd. A zygote that has ended, at any moment, is started again.
+    def spawn(self, lives: str, number: int, fds: Sequence[int]) -> tuple[Zygote, int, int | None]:
+        """Start a worker; returns its zygote, pid and pidfd. A zygote that has ended is started again, at any moment.
+
+        ``lives``: the module whose ``live`` the worker calls.
 
         Raises
         ------
@@ -242,7 +244,7 @@ class Warm:
         for attempt in range(ATTEMPTS):
             try:
                 zygote = self.zygote()
-                return zygote, *zygote.spawn(number, fds)
+                return zygote, *zygote.spawn(lives, number, fds)
             except StartError as error:
                 if attempt == ATTEMPTS - 1:
                     raise StartError(f"{ATTEMPTS} times in a row, the last time: {error}") from error

@@ -28,17 +28,14 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.engines import reading
-from phalanx.engines.processes import (
-    tasks,  # noqa: F401  # of what workers are sent; each would import it
-    worker,
-)
+from phalanx.engines import reading  # noqa: F401  # all of these are what children need; each would import it
+from phalanx.engines.processes import tasks, worker  # noqa: F401
 from phalanx.frameworks.registry import prepare_process
 from phalanx.shared.memory import Memories, keep_freed
 from phalanx.surroundings import sources
 
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK = 1, 29
-MESSAGE_BYTES = 64  # of each message, padded
+MESSAGE_BYTES = 128  # of each message, padded
 RECEIVING = getattr(socket, "MSG_CMSG_CLOEXEC", 0) | socket.MSG_WAITALL
 TASKS, DESCRIPTORS = pathlib.Path("/proc/self/task"), pathlib.Path("/proc/self/fd")
 MOST_RECEIVED = 3 + len(Memories._fields)  # descriptors with a request: channel, output, errors, memories
@@ -115,7 +112,7 @@ class ForkServer:
                     break
                 self._answer(json.loads(message), fds)
 
-    def _answer(self, request: dict[str, int], fds: Sequence[int]) -> None:
+    def _answer(self, request: dict[str, Any], fds: Sequence[int]) -> None:
         if "end" in request:
             self._end(request["end"])
             self._say(status=self._statuses.pop(request["end"], None))
@@ -124,7 +121,7 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             inherited = [*self._watched, *(fd for fd in self._alive.values() if fd >= 0)]
-            _become_worker(zygote, request["worker"], fds, inherited)
+            _become_worker(zygote, request["lives"], request["worker"], fds, inherited)
         for fd in fds:
             os.close(fd)
         with contextlib.suppress(PermissionError):  # the child does the same; who comes first does not matter
@@ -206,8 +203,8 @@ def _pidfd(pid: int) -> list[int]:
     return []
 
 
-def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequence[int]) -> None:
-    """Everything a forked child does; never returns."""
+def _become_worker(zygote: int, lives: str, number: int, fds: Sequence[int], inherited: Sequence[int]) -> None:
+    """Everything a forked child does; never returns. ``lives``: the module whose ``live`` it calls."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -220,10 +217,7 @@ def _become_worker(zygote: int, number: int, fds: Sequence[int], inherited: Sequ
             os.close(fd)
         channel, output, errors, *memories = fds
         sys.stdout, sys.stderr = _text(output, 1), _text(errors, 2)
-        if number < 0:
-            reading.live(channel, memories, -1 - number)
-        else:
-            worker.live(channel, memories, number)
+        importlib.import_module(lives).live(channel, memories, number)
         code = 0
     except Exception:  # a fault of phalanx, to be seen: errors of user code are sent to the caller
         traceback.print_exc()
