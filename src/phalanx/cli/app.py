@@ -29,11 +29,11 @@ from phalanx.checkpoint.named import state_dict_of
 from phalanx.checkpoint.resume import ANYWAY, read_any
 from phalanx.checkpoint.tensors import read_file, states_in, write_file
 from phalanx.cli import proving
-from phalanx.cli.common import Arguments, File, Json, Plot, echo, load_recipe, plain, save, show
-from phalanx.cli.jobs import number
+from phalanx.cli.common import Arguments, File, Json, Plot, echo, load_recipe, load_recipes, plain, save, show
+from phalanx.cli.jobs import combinations, number
 from phalanx.definition import checks
 from phalanx.definition.evaluation import Evaluation
-from phalanx.errors import CorruptionError, PeersLostError, PhalanxError, Preempted, UsageError
+from phalanx.errors import CorruptionError, PeersLostError, PhalanxError, Preempted, RunError, UsageError
 from phalanx.frameworks.registry import all_devices
 from phalanx.recipe import Recipe
 from phalanx.run.result import Result
@@ -119,13 +119,29 @@ def train(
     ] = "",
     json_: Json = False,
     quiet: Quiet = False,
+    jobs: Annotated[
+        str, typer.Option("--jobs", help="Train all of lr=0.1,0.01 seed=0..4, so many at a time, or auto.")
+    ] = "",
 ) -> None:
     """Train the recipe in a Python file.
 
     The file defines `recipe = phalanx.Recipe(...)`; `evaluation = phalanx.Evaluation(...)` and `callbacks = [...]`
     beside it are used too. Or it defines `def recipe(lr=1e-3, seed=0): return phalanx.Recipe(...)`; then lr=0.01
     and the like set its arguments. It may also return (recipe, evaluation) or (recipe, evaluation, callbacks).
+
+    With --jobs, arguments may have several values, and all combinations are trained, each in a folder of --run-dir
+    (by default runs) that is called after them. The same command goes on.
     """
+    if jobs:
+        instead = {"--workers": workers != "auto", "--readers": readers != "auto", "--audit": audit != "0"}
+        instead |= {"--snapshot-every": snapshot_every != "auto", "--resume": resume != "yes"}
+        instead |= {"--max-seconds": max_seconds is not None, "--plot": bool(plot), "--save": bool(weights)}
+        if given := [name for name, so in instead.items() if so]:
+            raise UsageError(
+                f"{given[0]} is given beside --jobs, which trains each recipe inline; leave one of them out"
+            )
+        _swept(file, arguments or (), jobs, devices, run_dir or "runs", json_=json_, quiet=quiet)
+        return
     if weights and pathlib.Path(weights).suffix != ".safetensors":
         raise UsageError(f"--save is {weights!r}; end it in .safetensors")
     checks.choice("--resume", resume, tuple(RESUME))
@@ -145,6 +161,30 @@ def train(
     _report(pathlib.Path(file.split(":")[0]).name, result, drawn, json_=json_)
     if run_dir and "by max_seconds=" in (result.stopped_early or ""):
         raise typer.Exit(EXITS[Preempted])
+
+
+def _swept(
+    file: str, arguments: Sequence[str], jobs: str, devices: str, run_dir: str, *, json_: bool, quiet: bool
+) -> None:
+    """Train all combinations of arguments, and print a table of the runs."""
+    from phalanx.lab import sweeps
+    from phalanx.lab.many import train_all
+
+    given = combinations(arguments)
+    recipes = dict(zip(given, load_recipes(file, list(given.values())), strict=True))
+    names = _listed(devices)
+    error = None
+    try:
+        train_all(
+            recipes, number(jobs), run_dir, devices=None if names == "auto" else names,
+            progress=False if quiet or json_ else "auto",
+        )  # fmt: skip
+    except RunError as raised:
+        error = raised
+    rows = [row for row in sweeps.rows_of(pathlib.Path(run_dir)) if row["run"] in recipes]
+    show(rows, sweeps.table(rows), json_=json_)
+    if error is not None:
+        raise error
 
 
 @app.command()

@@ -57,7 +57,19 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
     UsageError
         There is no such file, or it defines no recipe of that name. What the file itself raises comes through.
     """
+    return load_recipes(file, [given])[0]
+
+
+def load_recipes(file: str, several: Sequence[Given]) -> list[tuple[Recipe, Any, Any]]:
+    """The same for each of several arguments; the file is executed once, so its data is shared."""
     path, name = located(file)
+    module, source = _executed(path, name)
+    found = getattr(module, name, None)
+    return [_beside(module, _made(found, module, path, name, source, given)) for given in several]
+
+
+def _executed(path: str, name: str) -> tuple[Any, pathlib.Path]:
+    """The module of a file, and where that is."""
     source = pathlib.Path(path).resolve()
     spec = importlib.util.spec_from_file_location(f"phalanx_file_{source.stem}", source)
     if not source.is_file():
@@ -76,17 +88,27 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
             f"{path} ended itself with SystemExit({error}) while it was loaded; it gets no arguments (sys.argv is "
             f"{sys.argv}), so give those that it parses a default, and exit under `if __name__ == '__main__':` only"
         ) from error
-    recipe, evaluation, callbacks = getattr(module, name, None), None, None
-    if inspect.isfunction(recipe):
-        recipe, evaluation, callbacks = called(recipe, f"{source}:{name}", given)
-    elif given:
+    return module, source
+
+
+def _made(found: Any, module: Any, path: str, name: str, source: pathlib.Path, given: Given) -> tuple[Any, Any, Any]:
+    """The recipe that a file names, or that its function returns."""
+    if inspect.isfunction(found):
+        return called(found, f"{source}:{name}", given)
+    if given:
         raise UsageError(
             f"{path} has no function {name}, and only such a one takes arguments, as in def {name}(lr=1e-3): return "
             "phalanx.Recipe(..., lr=lr)"
         )
-    if not isinstance(recipe, Recipe):
+    if not isinstance(found, Recipe):
         names = ", ".join(known for known, value in vars(module).items() if isinstance(value, Recipe)) or "NAME"
         raise UsageError(f"{path} has no recipe named {name!r}; add `{name} = phalanx.Recipe(...)` or try FILE:{names}")
+    return found, None, None
+
+
+def _beside(module: Any, made: tuple[Any, Any, Any]) -> tuple[Recipe, Any, Any]:
+    """A recipe, with the evaluation and the callbacks of the file where it has none itself."""
+    recipe, evaluation, callbacks = made
     evaluation = getattr(module, "evaluation", None) if evaluation is None else evaluation
     return recipe, evaluation, getattr(module, "callbacks", ()) if callbacks is None else callbacks
 

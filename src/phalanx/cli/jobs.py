@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +47,7 @@ def called(function: Callable[..., Any], where: str, given: Given) -> tuple[Reci
         except ValueError:
             kind = type(defaults[name]).__name__
             way = ": write true or false" * (kind == "bool")
+            way += "; several values are for --jobs, which trains all" * ("," in value or ".." in value)
             raise UsageError(f"{name} is {value!r}, which is no {kind}{way}; {_listed(defaults)}") from None
     returned = function(**arguments)
     parts = returned if isinstance(returned, tuple) else (returned,)
@@ -57,6 +60,25 @@ def called(function: Callable[..., Any], where: str, given: Given) -> tuple[Reci
     remember_origin(parts[0], where, plain)
     recipe, evaluation, callbacks, *_ = (*parts, None, None)
     return recipe, evaluation, callbacks
+
+
+def combinations(given: Sequence[str]) -> dict[str, list[str]]:
+    """The arguments of each run of a sweep, by a name that says them: all combinations, the last one changing first.
+
+    ``lr=0.1,0.01`` has two values, ``seed=0..4`` has five.
+    """
+    named = [(name, _values(text)) for name, text in map(_parted, given)]
+    rows = itertools.product(*([f"{name}={value}" for value in values] for name, values in named))
+    return {",".join(row): list(row) for row in rows}
+
+
+def _values(text: str) -> list[str]:
+    if (found := re.fullmatch(r"(-?\d+)\.\.(-?\d+)", text)) is not None:
+        first, last = map(int, found.groups())
+        if last < first:
+            raise UsageError(f"{text!r} has no values, as it counts upwards; write {last}..{first}")
+        return [str(value) for value in range(first, last + 1)]
+    return text.split(",")
 
 
 def _defaults(function: Callable[..., Any], where: str) -> dict[str, Any]:
