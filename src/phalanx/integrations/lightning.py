@@ -185,7 +185,7 @@ def _evaluation(module: Any, fields: Mapping[str, Any]) -> phalanx.Evaluation:
     if not logged:
         raise UsageError("validation_step logs nothing that could be evaluated; call self.log('val_loss', loss)")
     steps.tell(module, logged=frozenset(logged))
-    metrics = {name: steps.Merged(name) if steps.is_metric(logged[name]) else steps.Read(name) for name in logged}
+    metrics = {name: steps.Merged(name) if steps.is_metric(logged[name]) else steps.reading(name) for name in logged}
     functions = {"forward_fn": steps.validated, "target_fn": steps.nothing, "collate_fn": samples.collate}
     return phalanx.Evaluation(metrics, samples, batch_size=size, **functions)
 

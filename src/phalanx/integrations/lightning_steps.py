@@ -76,9 +76,8 @@ class Trainer:
 def prepared(module: Any, epochs: int | None, steps: int | None, datamodule: Any) -> Any:
     """A copy of a module that is to be trained gets what its steps need."""
     module.register_buffer(PROGRESS, torch.zeros(3, dtype=torch.int64), persistent=False)
-    setattr(
-        module, FACTS, Trainer([""], [], -1 if epochs is None else epochs, -1 if steps is None else steps, datamodule)
-    )
+    limits = (-1 if limit is None else limit for limit in (epochs, steps))  # as Lightning says that there is none
+    setattr(module, FACTS, Trainer([""], [], *limits, datamodule))
     tell(module)
     return module
 
@@ -204,14 +203,9 @@ def nothing(batch: object) -> None:
     """The target of an evaluation that needs none."""
 
 
-class Read:
+def reading(name: str) -> Callable[[Mapping[str, Any], object], Any]:
     """A metric: the value that was logged under this name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, logged: Mapping[str, Any], target: object) -> Any:
-        return logged[self._name]
+    return lambda logged, target: logged[name]
 
 
 class Merged:
@@ -222,15 +216,19 @@ class Merged:
         self.reset()
 
     def reset(self) -> None:
+        """Nothing was seen."""
         self._state: Any = None
 
     def update(self, logged: Mapping[str, Any], target: object) -> None:
+        """See a batch."""
         self._state = logged[self._name]
 
     def merge_state(self, other: Merged) -> None:
+        """Add what another saw after this one."""
         self._state.merge_state(other._state)
 
     def compute(self) -> Any:
+        """The value of all that was seen."""
         return self._state.compute()
 
 
