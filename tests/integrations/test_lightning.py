@@ -1,11 +1,14 @@
 """A LightningModule as a recipe: Lightning's own losses, the same bits for any workers, and nothing ignored."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils import data as loading
 
+import phalanx
 from phalanx.testing import assert_same_run
 
 lightning_package = pytest.importorskip("lightning")
@@ -162,7 +165,40 @@ def test_workers_and_kills(form):
     assert_same_run(recipe, workers=(1, 2), kills=2)
 
 
-@pytest.mark.long
+def test_the_module_and_generators_stay_as_they_are():
+    """Translating copies the module, and asks its copy with generators that are put back."""
+
+    class Noisy(Classifier):
+        def validation_step(self, batch, batch_idx):
+            self.net.to(torch.float64)
+            self.log("noise", torch.rand(()))
+
+    module, generator = Noisy(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    recipe, _ = recipe_of(module)
+    assert torch.equal(torch.get_rng_state(), generator)
+    trained = recipe.train(engine="inline").model.state_dict()
+    after = module.state_dict()
+    assert before.keys() == after.keys() == trained.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not torch.equal(trained["net.0.weight"], before["net.0.weight"])
+
+
+class Counting(Classifier):
+    """Counts its steps in an attribute, as a module in one process may."""
+
+    def training_step(self, batch, batch_idx):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().training_step(batch, batch_idx)["loss"] * self.calls
+
+
+def test_a_state_of_its_own_is_seen():
+    """A module whose loss follows from what it kept is refused: it would differ with the number of workers."""
+    with pytest.raises(phalanx.StateError, match=r"model\.calls"):
+        recipe_of(Counting())[0].train(engine="inline")
+
+
+@pytest.mark.longest
 def test_stopped_and_resumed(tmp_path):
     """A run that stops within an epoch, and goes on with other workers, has the same digest, losses and metrics."""
     recipe, evaluation = recipe_of(Classifier(CONFIGURED["a schedule of a metric"], dropout=0.2))
@@ -241,6 +277,14 @@ def test_objects_of_torchmetrics_are_merged():
     assert last == {name: value.item() for name, value in wanted.items()}
     assert set(seen[0]) == {"train/MulticlassF1Score", "train/MulticlassAccuracy"}
     assert not any(metric.update_called for metric in result.model.validated.values())
+
+
+def test_objects_of_torchmetrics_that_are_not_reset_are_seen():
+    """Where objects keep what they saw from share to share, the run is refused."""
+    module = recipe_of(Collected())[0].make_model
+    module.phalanx_facts = dataclasses.replace(module.phalanx_facts, metrics=[])  # planted
+    with pytest.raises(phalanx.StateError, match=r"model\.trained"):
+        recipe_of(Collected())[0].replace(make_model=module).train(engine="inline")
 
 
 class Digits(pl.LightningDataModule):

@@ -1,6 +1,7 @@
 """What a recipe does not translate of a LightningModule, its trainer and its loaders is refused by its name."""
 
 import re
+import threading
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ CONFIGURED = {
     "returned NoneType": lambda module, optimizer: None,
     "returned AdamW, AdamW": lambda module, optimizer: [optimizer, optimizer],
     "returned AdamW, StepLR": lambda module, optimizer: (optimizer, lr_scheduler.StepLR(optimizer, 1)),
+    "returned AdamW, interval": lambda module, optimizer: {"optimizer": optimizer, "interval": "step"},
     "of several": lambda module, optimizer: ([optimizer], [lr_scheduler.StepLR(optimizer, 1)] * 2),
     "frequency that is not 1": lambda module, optimizer: lr_of(optimizer, frequency=2),
     "interval that is neither": lambda module, optimizer: lr_of(optimizer, interval="batch"),
@@ -245,6 +247,12 @@ def test_arguments(name):
         recipe_of(Classifier(), **{name: 1})
 
 
+def uncopied():
+    module = Classifier()
+    module.lock = threading.Lock()
+    return module
+
+
 CALLS = {
     "a Linear is no LightningModule.*pip install": lambda: recipe_of(torch.nn.Linear(1, 1)),
     "a DataLoader is no LightningDataModule": lambda: lightning.recipe(Classifier(), loader(), epochs=1),
@@ -254,6 +262,7 @@ CALLS = {
     "scheduler is given": lambda: recipe_of(
         Classifier(lambda _, optimizer: ([optimizer], [lr_scheduler.StepLR(optimizer, 1)])), scheduler=print
     ),
+    "cannot be copied": lambda: recipe_of(uncopied()),
     "in eval mode": lambda: recipe_of(Classifier().eval())[0].train(engine="inline"),
 }
 

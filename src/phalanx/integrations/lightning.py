@@ -22,15 +22,18 @@ import phalanx
 from phalanx.definition.generators import kept
 from phalanx.errors import UsageError
 from phalanx.integrations import lightning_steps as steps
+from phalanx.integrations.lightning_optimizers import configured, optimizer_of, scheduler_of
 from phalanx.integrations.loaders import fields_of
 
 PACKAGES = ("lightning", "pytorch_lightning")
 MODULE, DATA_MODULE = "LightningModule", "LightningDataModule"
-CALLED = re.compile(
-    "^(training_step|validation_step|configure_optimizers|configure_model|prepare_data|setup|(train|val)_dataloader)$"
-)
-TRANSFERS = re.compile("_batch_(transfer|to_device)$")
-NEVER_IN_TRAINING = re.compile("test|predict|checkpoint|^to_|^(un)?freeze$|^teardown$|^on_exception$")
+FREE = r"^(prepare_data|setup|(train|val)_dataloader|teardown|on_exception)$|test|predict|checkpoint"
+FREE_IN = {  # what may be overridden: it is called, or never a part of training
+    DATA_MODULE: re.compile(FREE),
+    MODULE: re.compile(
+        rf"{FREE}|^((training|validation)_step|configure_(optimizers|model)|to_\w+|(un)?freeze)$|_batch_(transfer|to_)"
+    ),
+}
 HOOKS = {  # a part of a hook's name, and the way out
     "epoch|validation": "read self.current_epoch in training_step; a metric over all samples is an object of "
     "torchmetrics: self.log('accuracy', self.accuracy) in validation_step",
@@ -51,7 +54,6 @@ ARGUMENTS = {
     "deterministic": "every run is",
     "strategy": "processes are an option: recipe.train(workers=4)",
 }
-SCHEDULED = {"interval": "epoch", "frequency": 1, "monitor": None, "strict": True, "name": None}
 
 
 def recipe(
@@ -81,7 +83,7 @@ def recipe(
         Something would not be called or not have its effect; the message names it and the way out.
     """
     _check(module, datamodule, fields)
-    module = steps.prepared(copy.deepcopy(module), fields.get("epochs"), fields.get("steps"), datamodule)
+    module = steps.prepared(_copied(module), fields.get("epochs"), fields.get("steps"), datamodule)
     with steps.attached(module):
         train, held_out = _loaders(module, datamodule, train_dataloaders, val_dataloaders, fields)
     named = dict(module.named_modules())
@@ -95,6 +97,13 @@ def recipe(
     evaluation = None if held_out is None else _evaluation(module, fields_of(held_out, "val_dataloaders"))
     metrics = evaluation.metric_fn if evaluation else {}
     return plain.replace(**_optimization(module, fields, metrics)), evaluation
+
+
+def _copied(module: Any) -> Any:
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        raise UsageError(f"module is a {type(module).__name__} that cannot be copied: {error}") from error
 
 
 def _base(value: Any, *names: str) -> type | None:
@@ -124,9 +133,7 @@ def _check(module: Any, datamodule: Any, fields: Mapping[str, Any]) -> None:
                 "either a datamodule or train_dataloaders=, val_dataloaders="
             )
         for name in _overridden(owner):
-            if not (
-                CALLED.search(name) or NEVER_IN_TRAINING.search(name) or (owner is module and TRANSFERS.search(name))
-            ):
+            if not FREE_IN[kind].search(name):
                 way = next(way for part, way in HOOKS.items() if re.search(part, name))
                 raise UsageError(
                     f"{type(owner).__name__} overrides {name}, which would not be called; remove it: {way}"
@@ -186,7 +193,7 @@ def _evaluation(module: Any, fields: Mapping[str, Any]) -> phalanx.Evaluation:
         raise UsageError("validation_step logs nothing that could be evaluated; call self.log('val_loss', loss)")
     steps.tell(module, logged=frozenset(logged))
     metrics = {name: steps.Merged(name) if steps.is_metric(logged[name]) else steps.reading(name) for name in logged}
-    functions = {"forward_fn": steps.validated, "target_fn": steps.nothing, "collate_fn": samples.collate}
+    functions = {"forward_fn": steps.validated, "target_fn": lambda batch: None, "collate_fn": samples.collate}
     return phalanx.Evaluation(metrics, samples, batch_size=size, **functions)
 
 
@@ -195,9 +202,9 @@ def _optimization(module: Any, fields: Mapping[str, Any], metrics: Mapping[str, 
     if "optimizer" in fields:
         return {}
     with steps.attached(probe := copy.deepcopy(module)):
-        options = _configured(probe.configure_optimizers())[1]
+        options = configured(probe.configure_optimizers())[1]
     if not options:
-        return {"optimizer": _optimizer}
+        return {"optimizer": optimizer_of}
     if "scheduler" in fields:
         raise UsageError(
             "scheduler is given, and configure_optimizers makes one; leave it out, or give optimizer=, too"
@@ -208,55 +215,5 @@ def _optimization(module: Any, fields: Mapping[str, Any], metrics: Mapping[str, 
             f"monitor is {on!r}, which validation_step does not log ({sorted(metrics)}); for the mean training loss of "
             "an epoch give optimizer=, scheduler=, schedule_every='epoch'"
         )
-    made = {"optimizer": _optimizer, "scheduler": _scheduler}
+    made = {"optimizer": optimizer_of, "scheduler": scheduler_of}
     return {**made, "schedule_every": options["interval"], "schedule_on": on}
-
-
-def _optimizer(model: Any) -> torch.optim.Optimizer:
-    """The optimizer, which keeps its scheduler until ``_scheduler`` asks for that."""
-    with steps.attached(model):
-        optimizer, options = _configured(model.configure_optimizers())
-    vars(optimizer)["_scheduler"] = options.get("scheduler")
-    return optimizer
-
-
-def _scheduler(optimizer: torch.optim.Optimizer) -> Any:
-    return vars(optimizer).pop("_scheduler")
-
-
-def _configured(returned: Any) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-    """The optimizer, and the options of its scheduler, if there is one."""
-    pair = isinstance(returned, (list, tuple)) and len(returned) == 2 and isinstance(returned[0], (list, tuple))
-    optimizers, schedulers = map(_listed, returned) if pair else (_listed(returned), [])
-    common: dict[str, Any] = {}
-    if len(optimizers) == 1 and isinstance(optimizers[0], Mapping):
-        common = dict(optimizers[0])
-        optimizers, schedulers = [common.pop("optimizer", None)], _listed(common.pop("lr_scheduler", []))
-    if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
-        raise UsageError(
-            f"configure_optimizers returned {', '.join(type(each).__name__ for each in optimizers)}; return one "
-            "optimizer, ([it], [scheduler]) or {'optimizer': it, 'lr_scheduler': scheduler}. Several, as for GANs, are "
-            "phases of a recipe: docs/steps.md"
-        )
-    if not schedulers:
-        return optimizers[0], {}
-    given = schedulers[0] if isinstance(schedulers[0], Mapping) else {"scheduler": schedulers[0]}
-    options = {**SCHEDULED, **common, **given}
-    plateau = isinstance(options.get("scheduler"), ReduceLROnPlateau)
-    wrong = {
-        "of several (join them: SequentialLR, ChainedScheduler)": len(schedulers) > 1,
-        "with unknown keys": not {*options} <= {*SCHEDULED, "scheduler", "reduce_on_plateau"},
-        "with a frequency that is not 1 (stretch the schedule)": options["frequency"] != 1,
-        "with an interval that is neither 'step' nor 'epoch'": options["interval"] not in ("step", "epoch"),
-        "ReduceLROnPlateau without a monitor": plateau and options["monitor"] is None,
-        "of metrics with interval 'step' (they are known after epochs)": plateau and options["interval"] == "step",
-        "with reduce_on_plateau that is no ReduceLROnPlateau": options.get("reduce_on_plateau", plateau) != plateau,
-    }
-    for what, is_so in wrong.items():
-        if is_so:
-            raise UsageError(f"configure_optimizers returned a lr_scheduler {what}: {given}")
-    return optimizers[0], options
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -76,8 +76,8 @@ class Trainer:
 def prepared(module: Any, epochs: int | None, steps: int | None, datamodule: Any) -> Any:
     """A copy of a module that is to be trained gets what its steps need."""
     module.register_buffer(PROGRESS, torch.zeros(3, dtype=torch.int64), persistent=False)
-    limits = (-1 if limit is None else limit for limit in (epochs, steps))  # as Lightning says that there is none
-    setattr(module, FACTS, Trainer([""], [], *limits, datamodule))
+    most_epochs, most_steps = (-1 if most is None else most for most in (epochs, steps))  # as Lightning has it
+    setattr(module, FACTS, Trainer([""], [], most_epochs, most_steps, datamodule))
     tell(module)
     return module
 
@@ -103,8 +103,7 @@ def _now(asked: Callable[[], int], otherwise: int) -> int:
 def attached(model: Any, **now: Any) -> Iterator[dict[str, Any]]:
     """Inside, modules find a trainer, and in a stage what they log comes into the dict.
 
-    Objects of torchmetrics begin and end as new: what they kept from share to share would follow from who computes
-    which.
+    Objects of torchmetrics begin and end as new, or what they keep would follow from who computes which share.
     """
     facts, logged = getattr(model, FACTS), dict[str, Any]()
     modules, metrics = (list(map(model.get_submodule, paths)) for paths in (facts.modules, facts.metrics))
@@ -141,7 +140,8 @@ def _log(
 
 def _number(name: str, value: Any) -> torch.Tensor:
     try:
-        return value.detach().reshape(()) if isinstance(value, torch.Tensor) else torch.tensor(float(value)).double()
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        return tensor.reshape(())
     except (TypeError, ValueError, RuntimeError):
         raise UsageError(f"self.log({name!r}) got {type(value).__name__}; log one number under each name") from None
 
@@ -171,17 +171,19 @@ def loss_of(model: Any, batch: Any) -> Any:
         named = {name: _number(name, value.compute()) if is_metric(value) else value for name, value in logged.items()}
     loss = returned.get("loss") if isinstance(returned, Mapping) else returned
     if not isinstance(loss, torch.Tensor):
+        got = checks.outline(returned)
         raise UsageError(
-            f"training_step returned {checks.outline(returned)}; it must return the loss, or a dict that has it as "
-            "'loss'. None skips a batch in Lightning, which has no place here"
+            f"training_step returned {got}; it must return the loss, or a dict with 'loss', for each batch"
         )
-    value = named.pop("loss", loss)
-    value, trained = (
-        each.detach().double().reshape(-1) for each in (value[0] if type(value) is tuple else value, loss)
-    )
-    if not torch.equal(value.nan_to_num(), trained.nan_to_num()):
+    if "loss" in named and not _same(named.pop("loss"), loss.detach()):
         raise UsageError("training_step logged another 'loss' than it returned; log it under another name")
     return {**named, "loss": loss} if named else loss
+
+
+def _same(logged: Any, loss: torch.Tensor) -> bool:
+    """Whether what was logged, with a weight or without, is the loss; perhaps both are not finite."""
+    value = logged[0] if isinstance(logged, tuple) else logged
+    return torch.equal(value.double().nan_to_num(), loss.double().reshape(()).nan_to_num())
 
 
 def validated(model: Any, numbered: Any) -> dict[str, Any]:
@@ -197,10 +199,6 @@ def validated(model: Any, numbered: Any) -> dict[str, Any]:
             "same names for each"
         )
     return values
-
-
-def nothing(batch: object) -> None:
-    """The target of an evaluation that needs none."""
 
 
 def reading(name: str) -> Callable[[Mapping[str, Any], object], Any]:
