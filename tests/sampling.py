@@ -82,6 +82,11 @@ EVERY_TIME = {
     "workers start anywhere and leave nothing": {
         "engines/test_forks.py::test_workers_end_with_the_parent_though_its_child_lives_on": 1,
     },
+    "modules and loaders of others": {
+        "integrations/test_lightning.py::test_losses_are_those_of_lightning": 4,
+        "integrations/test_lightning.py::test_workers_and_kills": 1,
+        "integrations/test_lightning_situations.py::test_what_goes_over": 1,
+    },
     "jax, tinygrad, devices": {
         "jax/test_exactness.py::test_several_replicas": 1,
         "devices/test_ranks.py::test_any_number_of_devices": 3,
