@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,16 +29,13 @@ class Loss:
         Whether the model takes ``num_items_in_batch``.
     shifted : bool
         Whether each position predicts the next one's label, so that the first label does not count.
-    smoother : transformers.LabelSmoother or None
-        Computes the loss in place of the model.
-    smoothed_shifted : bool
-        As ``shifted``, for the smoother; the Trainer has two rules.
+    smoothed : callable or None
+        ``smoothed(outputs, labels, count)`` in place of the model's own loss.
     """
 
     counted: bool
     shifted: bool
-    smoother: Any
-    smoothed_shifted: bool
+    smoothed: Callable[..., Any] | None
 
     def __call__(self, model: Any, batch: Mapping[str, Any]) -> Any:
         """Loss and weight; without labels the loss alone, which samples weigh."""
@@ -47,10 +45,10 @@ class Loss:
     def of(self, model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         """Loss, number of labels (None without labels), and outputs."""
         inputs, count = dict(batch), self._count(batch)
-        labels = inputs.pop("labels", None) if self.smoother else None
+        labels = inputs.pop("labels", None) if self.smoothed else None
         outputs = model(**inputs, **({"num_items_in_batch": count} if self.counted and count is not None else {}))
-        if labels is not None:
-            return self.smoother(outputs, labels, shift_labels=self.smoothed_shifted), count, outputs
+        if self.smoothed and labels is not None:
+            return self.smoothed(outputs, labels, count), count, outputs
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         if loss is None:
             raise phalanx.UsageError(
@@ -95,16 +93,26 @@ class Look:
 
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         config, taken = getattr(base, "config", None), inspect.signature(base.forward).parameters
+        counted = getattr(base, "accepts_loss_kwargs", any(each.kind is each.VAR_KEYWORD for each in taken.values()))
         causal = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
-        loss = Loss(
-            getattr(base, "accepts_loss_kwargs", any(each.kind is each.VAR_KEYWORD for each in taken.values())),
-            causal and not getattr(config, "is_encoder_decoder", False),
-            LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None,
-            type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
-        )
+        shifted = causal and not getattr(config, "is_encoder_decoder", False)
+        smoothed = None
+        if args.label_smoothing_factor:
+            smoother = LabelSmoother(args.label_smoothing_factor)
+            # The Trainer has another rule here for what is shifted. Its first versions do not give the number.
+            shift = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            smoothed = functools.partial(
+                _smoothed, smoother, shift, counted and "num_items_in_batch" in inspect.signature(smoother).parameters
+            )
         labels = tuple(find_labels(type(base)) if args.label_names is None else args.label_names)
         columns = (*taken, "label", "label_ids", *labels) if args.remove_unused_columns else None
-        return cls(loss, labels, tuple(getattr(config, "keys_to_ignore_at_inference", ())), columns)
+        return cls(
+            Loss(counted, shifted, smoothed), labels, tuple(getattr(config, "keys_to_ignore_at_inference", ())), columns
+        )
+
+
+def _smoothed(smoother: Any, shift: bool, counted: bool, outputs: Any, labels: Any, count: Any) -> Any:
+    return smoother(outputs, labels, shift_labels=shift, **({"num_items_in_batch": count} if counted else {}))
 
 
 @dataclasses.dataclass(frozen=True)
