@@ -82,6 +82,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "surroundings",
     ),
     "__main__": ("cli",),
+    "integrations": ("",),
 }
 # Within a room: the first may not import the second.
 APART = (
@@ -106,7 +107,7 @@ APART = (
 )
 
 # What the core can do without. Only the front may name them, in functions, so that they are imported when asked for.
-SATELLITES = "backend", "collectives", "frameworks.tinygrad", "lab", "manual"
+SATELLITES = "backend", "collectives", "frameworks.tinygrad", "integrations", "lab", "manual"
 FRONT = "phalanx", "phalanx.testing", "phalanx.cli"
 
 # Who may import optional packages and picklers, at the top of a file or inside. For frameworks test_rooms has a table.
@@ -117,6 +118,7 @@ HOMES = {
     "rich": ("cli",),
     "sklearn": ("lab.digits",),
     "runpy": ("cli",),
+    "transformers": ("integrations.transformers",),
     "pickle": ("engines.processes", "frameworks.torch.record"),
     "cloudpickle": ("engines.processes",),
 }
