@@ -43,6 +43,7 @@ VALUES = {  # of some, only these values are translated
     "train_sampling_strategy": ("random", "sequential"),
     "group_by_length": (False,),
     "fp16": (False,),
+    "report_to": ([], ["kubeflow"]),  # TrainingArguments adds that by itself where Kubeflow runs
 }
 FREE = {
     # Where and when something is written, logged or shown, and what only scripts read.
