@@ -88,7 +88,8 @@ def _model(model_init: Any, checkpointing: bool, use_cache: bool) -> torch.nn.Mo
         raise phalanx.UsageError(f"model_init returned a {type(model).__name__}; it must return the model")
     anything: Any = model
     if checkpointing:
-        getattr(model, "activation_checkpointing_enable", anything.gradient_checkpointing_enable)()
+        enable = getattr(model, "activation_checkpointing_enable", None) or anything.gradient_checkpointing_enable
+        enable()
     if getattr(model, "config", None) is not None:
         anything.config.use_cache = use_cache
     return model.train()
