@@ -105,6 +105,12 @@ EVERY_TIME = {
         "backend/test_failures.py::test_a_dead_rank_is_an_error_on_all_others": 1,
         "backend/test_scripts.py::test_script": 1,
     },
+    "jobs of other libraries": {
+        "integrations/test_transformers.py::test_one_replica_has_the_bits_of_the_trainer": 2,
+        "integrations/test_transformers.py::test_four_replicas_come_to_the_losses_of_accumulation": 1,
+        "integrations/test_trainer_arguments.py::test_what_is_not_translated_is_refused": 2,
+        "integrations/test_trainer_programs.py::test_programs_go_over": 2,
+    },
     "proof, command line, documents": {
         "proof/test_chain.py::test_kills_leave_the_root": 1,
         "proof/test_replay.py::test_an_error_has_all_that_is_needed": 1,

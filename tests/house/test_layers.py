@@ -83,6 +83,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "integrations": ("", "definition"),
     "__main__": ("cli",),
+    "integrations": ("",),
 }
 # Within a room: the first may not import the second.
 APART = (
@@ -118,6 +119,7 @@ HOMES = {
     "rich": ("cli",),
     "sklearn": ("lab.digits",),
     "runpy": ("cli",),
+    "transformers": ("integrations.transformers",),
     "pickle": ("engines.processes", "frameworks.torch.record"),
     "cloudpickle": ("engines.processes",),
 }

@@ -29,6 +29,7 @@ OWN_ROOMS: dict[str, tuple[str, str]] = {
     "surroundings/presence.py": ("torch", "asks torch.distributed"),
     "integrations": ("torch", "modules and loaders that others bring are torch's"),
     "callbacks": ("torch", "averages are torch's, and TensorBoard and the profiler are its own"),
+    "integrations": ("torch", "models, data and optimizers of other libraries are torch's"),
     "lab": ("torch", "the demo is a recipe, rates are those of torch's groups, and an exchange is timed"),
 }
 # Who else does, and why: what stands here is to become fewer.
