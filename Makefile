@@ -36,7 +36,7 @@ test-all: $(INSTALLED) $(RAY)  ## all tests and all their cases; an hour
 
 core: $(INSTALLED)  ## the core's tests, where phalanx has no satellites: what CONTRIBUTING says it can do without
 	@rm -rf out/core && mkdir -p out/core && cp -r src/phalanx out/core && cd out/core/phalanx && \
-		rm -rf backend collectives lab manual frameworks/tinygrad
+		rm -rf backend collectives integrations lab manual frameworks/tinygrad
 	@export OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/out/core; $(BIN)/python -m pytest -q -n 2 --dist worksteal \
 		--randomly-seed=$(SEED) -m "not accelerator and not campaign and not house"
 

@@ -42,7 +42,7 @@ def pytest_ignore_collect(collection_path):
     if not CORE or collection_path == pathlib.Path(__file__).parent / "conftest.py":
         return None
     if collection_path.is_dir():
-        return collection_path.name in ("backend", "collectives", "manual", "tinygrad") or None
+        return collection_path.name in ("backend", "collectives", "integrations", "manual", "tinygrad") or None
     return (collection_path.suffix == ".py" and bool(SATELLITES.search(collection_path.read_text()))) or None
 
 

@@ -100,6 +100,11 @@ EVERY_TIME = {
         "backend/test_failures.py::test_a_dead_rank_is_an_error_on_all_others": 1,
         "backend/test_scripts.py::test_script": 1,
     },
+    "estimators of scikit-learn": {
+        "integrations/test_sklearn.py::test_a_fit_is_a_run": 1,
+        "integrations/test_sklearn.py::test_early_stopping": 1,
+        "integrations/test_sklearn.py::test_any_number_of_workers": 1,
+    },
     "proof, command line, documents": {
         "proof/test_chain.py::test_kills_leave_the_root": 1,
         "proof/test_replay.py::test_an_error_has_all_that_is_needed": 1,

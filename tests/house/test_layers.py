@@ -81,6 +81,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "lab",
         "surroundings",
     ),
+    "integrations": ("", "callbacks", "definition"),
     "__main__": ("cli",),
 }
 # Within a room: the first may not import the second.
@@ -106,7 +107,7 @@ APART = (
 )
 
 # What the core can do without. Only the front may name them, in functions, so that they are imported when asked for.
-SATELLITES = "backend", "collectives", "frameworks.tinygrad", "lab", "manual"
+SATELLITES = "backend", "collectives", "frameworks.tinygrad", "integrations", "lab", "manual"
 FRONT = "phalanx", "phalanx.testing", "phalanx.cli"
 
 # Who may import optional packages and picklers, at the top of a file or inside. For frameworks test_rooms has a table.
@@ -115,7 +116,7 @@ HOMES = {
     "tqdm": ("run.observers", "proof.verify", "lab.tuning"),
     "typer": ("cli",),
     "rich": ("cli",),
-    "sklearn": ("lab.digits",),
+    "sklearn": ("lab.digits", "integrations.sklearn"),
     "runpy": ("cli",),
     "pickle": ("engines.processes", "frameworks.torch.record"),
     "cloudpickle": ("engines.processes",),

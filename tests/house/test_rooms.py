@@ -28,6 +28,7 @@ OWN_ROOMS: dict[str, tuple[str, str]] = {
     "engines/flat.py": ("torch", "rows of sums that travel are torch's tensors"),
     "surroundings/presence.py": ("torch", "asks torch.distributed"),
     "callbacks": ("torch", "averages are torch's, and TensorBoard and the profiler are its own"),
+    "integrations": ("torch", "what users of other libraries bring is torch's"),
     "lab": ("torch", "the demo is a recipe, rates are those of torch's groups, and an exchange is timed"),
 }
 # Who else does, and why: what stands here is to become fewer.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import torch
 from torch import nn
-from torch.nn import functional as F
 
 import phalanx
 from phalanx.callbacks import EarlyStopping, SaveBest
@@ -25,27 +22,23 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:
-    needed = f"phalanx.integrations.sklearn needs scikit-learn 1.6 or later ({error}): pip install 'phalanx[sklearn]'"
-    raise phalanx.UsageError(needed) from error
+    raise phalanx.UsageError(
+        f"scikit-learn 1.6 or later is needed ({error}): pip install 'phalanx[sklearn]'"
+    ) from error
 
 HIDDEN, HELD_OUT = (100,), "validation_loss"
-# Parameters that the recipe, and its train(), have under the same names.
 FIELDS = ("replicas", "epochs", "batch_size", "lr", "optimizer", "scheduler", "schedule_every", "max_norm", "shuffle",
-          "precision", "threads")  # fmt: skip
-OPTIONS = "workers", "run_dir", "progress", "callbacks"
-MODEL = "make_model=functools.partial(Net, hidden=20)"
+          "threads")  # fmt: skip
+OPTIONS = "workers", "run_dir", "progress", "callbacks"  # of train(), as FIELDS are the recipe's
 PLACES = {  # of what MLPClassifier and skorch have under other names
-    "optimizer=functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=1e-4)": "solver alpha weight_decay momentum "
-    "beta_1 beta_2 optimizer__lr optimizer__weight_decay optimizer__momentum",
-    MODEL: "module model activation device warm_start module__hidden",
+    "optimizer=functools.partial(AdamW, lr=1e-3, weight_decay=0.1)": "solver alpha optimizer__lr weight_decay momentum",
+    "make_model=functools.partial(Net, hidden=20)": "module model activation device warm_start module__hidden",
     "early_stopping=True, with validation_fraction= and n_iter_no_change=": "train_split eval_set patience tol",
     "loss_fn=functools.partial(F.huber_loss, delta=2.0)": "criterion loss",
-    "lr=, or scheduler=": "learning_rate learning_rate_init",
     "workers=, never part of the answer": "n_jobs num_workers",
-    "epochs=": "max_iter max_epochs",
-    "random_state=": "seed",
-    "progress=": "verbose",
-}
+    "lr=, or scheduler=": "learning_rate learning_rate_init",
+    "epochs=": "max_iter max_epochs", "random_state=": "seed", "progress=": "verbose",
+}  # fmt: skip
 NAMES = {name: f"here it is {place}" for place, names in PLACES.items() for name in names.split()}
 
 
@@ -53,9 +46,9 @@ def _loss(loss_fn: Callable[..., Any], outputs: int, output: Any, target: Any) -
     """The mean loss of a share; of weighted samples, the weighted mean and the sum of the weights."""
     y, *weights = target
     if getattr(output, "shape", None) != (len(y), outputs):
+        returned, wanted = checks.described(output), f"the shape {(len(y), outputs)}, which y needs"
         raise phalanx.UsageError(
-            f"the model of make_model returned {checks.described(output)}, where {(len(y), outputs)} is the shape that y "
-            "needs; let make_model have the parameters n_features and n_outputs"
+            f"the model of make_model returned {returned}, not {wanted}; let it have n_outputs outputs"
         )
     if not weights:
         return loss_fn(output, y)
@@ -67,9 +60,9 @@ def _loss(loss_fn: Callable[..., Any], outputs: int, output: Any, target: Any) -
 class _Network(BaseEstimator):
     """What both share. A dataclass has the constructor that scikit-learn wants: one that assigns, and no more."""
 
-    _usual_loss: ClassVar[Any] = staticmethod(F.mse_loss)
+    _usual_loss: ClassVar[Any] = staticmethod(nn.functional.mse_loss)
+    class_weight: ClassVar[Any] = None  # a Regressor has none
     _target: ClassVar[Callable[..., tuple[Any, int]]]  # of y: the column, and how many outputs the model has
-
     make_model: Any = None
     replicas: int = 4
     _: KW_ONLY
@@ -81,9 +74,8 @@ class _Network(BaseEstimator):
     optimizer: Any = None
     scheduler: Any = None
     schedule_every: str | None = None
-    max_norm: float = math.inf
+    max_norm: float = np.inf
     shuffle: bool = True
-    precision: str | None = None
     threads: int = 1
     random_state: Any = 0
     early_stopping: bool = False
@@ -95,10 +87,8 @@ class _Network(BaseEstimator):
     callbacks: Sequence[Any] = ()
 
     def set_params(self, **params: Any) -> Self:
-        """As scikit-learn's; an unknown name is answered, as in the constructor."""
-        known, kind = self._get_param_names(), type(self).__name__
-        for name in set(params).difference(known):
-            raise phalanx.UsageError(f"{name} is not an argument of {kind}; {checks.answer(name, known, NAMES)}")
+        """As scikit-learn's."""
+        type(self)(**params)  # refuses names that it does not know, and says what they are called here
         return super().set_params(**params)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:  # noqa: N803  scikit-learn's name
@@ -106,10 +96,9 @@ class _Network(BaseEstimator):
 
         Parameters
         ----------
-        X, y : array of shape (n_samples, n_features), and of shape (n_samples,)
-            Cast to float32, but for classes. A Regressor takes y of shape (n_samples, n_outputs), too.
-        sample_weight : array of shape (n_samples,), optional
-            The loss of a batch is the weighted mean. Samples of weight 0 are left out before all else.
+        X, y, sample_weight : arrays of shape (n_samples, n_features), (n_samples,) and (n_samples,)
+            Cast to float32, but for classes. A Regressor takes y of shape (n_samples, n_outputs), too. With weights the
+            loss of a batch is the weighted mean. Samples of weight 0 are left out before all else.
 
         Raises
         ------
@@ -117,7 +106,7 @@ class _Network(BaseEstimator):
             An argument or parameter is wrong. It is a ValueError, too. ``Recipe.train`` says what else is raised.
         """
         x, y = validate_data(self, X, y, dtype=np.float32, order="C", multi_output=True)
-        columns = [x, y, *self._weights(sample_weight, y)]
+        columns: list[Any] = [x, y, *self._weights(sample_weight, y)]
         if len(columns) > 2:
             columns = [column[columns[2] > 0] for column in columns]
         columns[1], outputs = self._target(columns[1])
@@ -125,15 +114,16 @@ class _Network(BaseEstimator):
         return self
 
     def _weights(self, sample_weight: Any, y: Any) -> list[Any]:
-        """No column, or one."""
-        if sample_weight is None:
+        if sample_weight is None and self.class_weight is None:
             return []
-        weight = check_array(sample_weight, ensure_2d=False, dtype="float32", input_name="sample_weight")
+        weight = np.ones(len(y)) if sample_weight is None else sample_weight
+        weight = check_array(weight, ensure_2d=False, dtype="float32", input_name="sample_weight")
+        if self.class_weight is not None and len(weight) == len(y):
+            weight = weight * compute_sample_weight(self.class_weight, y)
         if weight.shape != (len(y),) or weight.min() < 0 or not weight.any():
-            given = f"has shape {weight.shape} and values from {weight.min()} to {weight.max()}"
-            wanted = f"give one for each of {len(y)} samples, at least 0, and not zero for all"
-            raise phalanx.UsageError(f"sample_weight (times class_weight, if there is one) {given}; {wanted}")
-        return [weight]
+            found = f"has shape {weight.shape} and values from {weight.min()} to {weight.max()}, with class_weight"
+            raise phalanx.UsageError(f"sample_weight {found}; give {len(y)} numbers of at least 0, not zero for all")
+        return [weight.astype(np.float32)]
 
     def _train(self, columns: Sequence[Any], outputs: int) -> None:
         """Run the recipe, and keep what a fitted estimator has. The result is not kept, as it holds the data."""
@@ -142,62 +132,49 @@ class _Network(BaseEstimator):
         seed = checks.integer("random_state", seed, least=0, most=2**64 - 1)
         loss_fn = self._usual_loss if self.loss_fn is None else self.loss_fn
         if len(columns) > 2 and not checks.takes(loss_fn, "reduction"):
-            raise phalanx.UsageError(
-                f"loss_fn is {checks.shown(loss_fn)}, which takes no reduction='none', but samples have weights; give "
-                "one that does, such as torch.nn.functional.huber_loss, or a partial of it"
-            )
+            given, wanted = checks.shown(loss_fn), "torch.nn.functional.huber_loss, say, or a partial of it"
+            raise phalanx.UsageError(f"loss_fn is {given}, without reduction=, which weights need; give {wanted}")
         loss = functools.partial(_loss, loss_fn, outputs)
         fields, options = ({name: getattr(self, name) for name in names} for names in (FIELDS, OPTIONS))
         checks.choice("early_stopping", self.early_stopping, (True, False))
         if self.early_stopping:
-            columns, held_out = self._split(columns, seed)
+            size, classes = self.validation_fraction, columns[1] if isinstance(self, ClassifierMixin) else None
+            if not 0 < size < 1:
+                raise phalanx.UsageError(f"validation_fraction is {size!r}; it must be a number between 0 and 1")
+            halves: Any = train_test_split(*columns, test_size=size, stratify=classes, random_state=seed % 2**32)
+            columns, held_out = halves[::2], halves[1::2]
             patience = checks.integer("n_iter_no_change", self.n_iter_no_change, least=1)
             options["evaluation"] = phalanx.Evaluation({HELD_OUT: loss}, (held_out[0], tuple(held_out[1:])))
-            options["callbacks"] = [*self.callbacks, SaveBest(HELD_OUT), EarlyStopping(HELD_OUT, patience)]
+            options["callbacks"] = [SaveBest(HELD_OUT), EarlyStopping(HELD_OUT, patience), *self.callbacks]
         maker = self._maker(columns[0].shape[1], outputs)
         result = phalanx.Recipe(maker, (columns[0], tuple(columns[1:])), loss, seed=seed, **fields).train(**options)
         losses, steps = result.loss_history, result.steps_per_epoch or 1
-        self.model_, self.digest_ = result.model, result.digest
-        self.loss_curve_ = [float(np.mean(losses[at : at + steps])) for at in range(0, len(losses), steps)]
-        self.n_iter_ = len(self.loss_curve_)
+        means = [float(np.mean(losses[at : at + steps])) for at in range(0, len(losses), steps)]
+        self.model_, self.digest_, self.n_iter_, self.loss_curve_ = result.model, result.digest, len(means), means
         self.validation_loss_curve_ = [one.value for one in result.metric_history] if self.early_stopping else None
-        if self.early_stopping and result.best is not None:
+        if result.best is not None:
             self.model_.load_state_dict(result.best.weights)
-
-    def _split(self, columns: Sequence[Any], seed: int) -> tuple[list[Any], list[Any]]:
-        """Columns to train on, and held out ones; classes keep their shares."""
-        size, classes = self.validation_fraction, columns[1] if isinstance(self, ClassifierMixin) else None
-        if not 0 < size < 1:
-            raise phalanx.UsageError(f"validation_fraction is {size!r}; it must be a share of samples between 0 and 1")
-        halves = train_test_split(*columns, test_size=size, stratify=classes, random_state=seed % 2**32)
-        return halves[::2], halves[1::2]
 
     def _maker(self, features: int, outputs: int) -> Any:
         """The recipe's ``make_model``."""
         make, hidden = self.make_model, self.hidden_layer_sizes
         if make is None:
             hidden = [checks.integer("hidden_layer_sizes", size, least=1) for size in np.atleast_1d(hidden).tolist()]
-            sizes = [features, *hidden, outputs]
-            return lambda: nn.Sequential(
-                *list(chain(*[(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)]))[:-1]
-            )
+            pairs = list(pairwise([features, *hidden, outputs]))
+            return lambda: nn.Sequential(*[one for pair in pairs for one in (nn.Linear(*pair), nn.ReLU())][:-1])
         if hidden != HIDDEN:
-            raise phalanx.UsageError(f"hidden_layer_sizes is {hidden!r}, but make_model is given; use {MODEL}")
+            raise phalanx.UsageError(f"hidden_layer_sizes is {hidden!r}, but make_model is given, and makes all layers")
         if isinstance(make, nn.Module):
             return make
-        checks.function("make_model", make, "lambda n_features, n_outputs: nn.Linear(n_features, n_outputs)")
-        known = {"n_features": features, "n_outputs": outputs}
-        for name, one in checks.parameters_of(make).items():
-            if name not in known and one.default is one.empty and not str(one).startswith("*"):
-                got = "gets n_features and n_outputs, if it has parameters of these names; use functools.partial for it"
-                raise phalanx.UsageError(f"make_model needs {name}, but {got}")
-        return functools.partial(make, **{name: known[name] for name in known if checks.takes(make, name)})
+        required = [name for name in checks.parameters_of(make) if checks.takes(make, name, required=True)]
+        given = dict(zip(required, (features, outputs), strict=True)) if len(required) == 2 else {}
+        return functools.partial(make, **given)
 
-    def _outputs(self, X: Any) -> torch.Tensor:  # noqa: N803
+    def _outputs(self, X: Any) -> Any:  # noqa: N803
         """The model's outputs as float64: computed as in a run, so that threads and their number change no bit."""
         check_is_fitted(self, "model_")
         x = validate_data(self, X, reset=False, dtype=np.float32, order="C")
-        recipe = phalanx.Recipe(self.model_, None, threads=self.threads, precision=self.precision, modes="as_made")
+        recipe = phalanx.Recipe(self.model_, None, threads=self.threads, modes="as_made")
         with recipe.start(engine="inline") as run:
             return run.predict(x).double()
 
@@ -210,8 +187,8 @@ class Classifier(ClassifierMixin, _Network):
     Parameters
     ----------
     make_model : callable or torch.nn.Module, optional
-        ``make_model()``, or with parameters of these names ``make_model(n_features, n_outputs)``. The model returns
-        logits, (n, n_outputs): one for each class, also for two. Default: layers of ``hidden_layer_sizes`` with ReLU.
+        ``make_model()``, or ``make_model(n_features, n_outputs)`` if it has two parameters without defaults. The model
+        returns (n, n_outputs) logits: one for each class, also for two. Default: ``hidden_layer_sizes`` with ReLU.
     loss_fn : callable, optional
         ``loss_fn(output, y)``; default: cross entropy, of a Regressor the mean squared error. With weights it is called
         with ``reduction="none"``, as torch's functions know it.
@@ -219,10 +196,9 @@ class Classifier(ClassifierMixin, _Network):
         The recipe's seed. RandomState, and None for numpy's global one: a seed is drawn for each fit.
     early_stopping, validation_fraction, n_iter_no_change
         Hold out a share, stop after so many epochs whose loss on it was no better, take the best epoch's weights.
-    class_weight : dict, "balanced" or None
-        Of a Classifier: weights by class, times ``sample_weight``.
-    workers, run_dir, progress, callbacks
-        As in ``Recipe.train``. One worker is this process. All others are as in ``phalanx.Recipe``.
+    **others
+        ``workers``, ``run_dir``, ``progress``, ``callbacks`` as in ``Recipe.train``, ``class_weight`` as in
+        scikit-learn (of a Classifier only), all else as in ``phalanx.Recipe``.
 
     Attributes
     ----------
@@ -230,15 +206,13 @@ class Classifier(ClassifierMixin, _Network):
         The module, and the classes of its outputs. Of the run: digest at its last step, epochs, losses of each.
     """
 
-    _usual_loss: ClassVar[Any] = staticmethod(F.cross_entropy)
+    _usual_loss: ClassVar[Any] = staticmethod(nn.functional.cross_entropy)
     class_weight: Any = field(default=None, kw_only=True)
 
     def _target(self, y: Any) -> tuple[Any, int]:
         if y.ndim > 1 and y.shape[1] > 1:
-            raise phalanx.UsageError(
-                f"y has shape {y.shape}, but a Classifier has one class for each sample; for several labels: "
-                "sklearn.multioutput.MultiOutputClassifier(Classifier())"
-            )
+            instead = "for several labels: sklearn.multioutput.MultiOutputClassifier(Classifier())"
+            raise phalanx.UsageError(f"y has shape {y.shape}, but a Classifier predicts one class; {instead}")
         y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         self.classes_, target = np.unique(y, return_inverse=True)
@@ -246,15 +220,9 @@ class Classifier(ClassifierMixin, _Network):
             raise phalanx.UsageError(f"y has 1 class ({self.classes_[0]}), where weights are not 0; give two or more")
         return target, len(self.classes_)
 
-    def _weights(self, sample_weight: Any, y: Any) -> list[Any]:
-        weights = super()._weights(sample_weight, y)
-        if self.class_weight is None:
-            return weights
-        return super()._weights(np.prod([compute_sample_weight(self.class_weight, y), *weights], axis=0), y)
-
     def predict_proba(self, X: Any) -> Any:  # noqa: N803
         """Softmax of the outputs, of shape (n_samples, n_classes), in the order of ``classes_``."""
-        return torch.softmax(self._outputs(X), 1).numpy()
+        return nn.functional.softmax(self._outputs(X), 1).numpy()
 
     def predict(self, X: Any) -> Any:  # noqa: N803
         """The most probable class, of shape (n_samples,)."""
@@ -275,7 +243,7 @@ class Regressor(RegressorMixin, _Network):
     def _target(self, y: Any) -> tuple[Any, int]:
         y = check_array(y, dtype="float32", ensure_2d=False, order="C", input_name="y")
         self._shape = y.shape[1:]
-        return y.reshape(len(y), -1), math.prod(self._shape)
+        return y.reshape(len(y), -1), int(np.prod(self._shape))
 
     def predict(self, X: Any) -> Any:  # noqa: N803
         """Outputs of the shape that y had: (n_samples,) or (n_samples, n_outputs)."""
