@@ -13,14 +13,18 @@ import joblib
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse
 import torch
 from sklearn.base import clone
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.compose import TransformedTargetRegressor, make_column_transformer
 from sklearn.datasets import load_digits, load_iris
+from sklearn.ensemble import AdaBoostClassifier, VotingClassifier
 from sklearn.exceptions import DataConversionWarning
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.multioutput import MultiOutputClassifier
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 from torch.nn import functional as F
@@ -294,6 +298,45 @@ def test_without_scikit_learn():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert "UsageError: scikit-learn 1.6 or later is needed" in done.stderr
     assert "pip install 'phalanx[sklearn]'" in done.stderr
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.2)
+RATES = {"scheduler": lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.9), "schedule_every": "epoch"}
+FRAME = pd.DataFrame(X, columns=list("abcd")).assign(kind=np.array(["u", "v"])[np.arange(150) % 2])
+SITUATIONS = {
+    "rates that decay": lambda: quick(optimizer=SGD, **RATES).fit(X, Y),
+    "weight decay": lambda: quick(optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.1)).fit(X, Y),
+    "columns of a frame": lambda: make_pipeline(
+        make_column_transformer((OneHotEncoder(sparse_output=False), ["kind"]), (StandardScaler(), list("abcd"))),
+        quick(),
+    ).fit(FRAME, Y),
+    "a scaled target": lambda: TransformedTargetRegressor(
+        make_pipeline(StandardScaler(), Regressor(epochs=2, early_stopping=True)), transformer=StandardScaler()
+    ).fit(X, X[:, 0]),
+    "calibrated": lambda: CalibratedClassifierCV(quick(), cv=2).fit(X, Y),
+    "voting": lambda: VotingClassifier([("a", quick()), ("b", quick(lr=0.1))], voting="soft").fit(X, Y),
+    "boosted": lambda: AdaBoostClassifier(quick(lr=0.1), n_estimators=2).fit(X, Y),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_situations(situation):
+    """What docs/sklearn.md says goes over in one line, ends in a score, twice the same."""
+    x = FRAME if "frame" in situation else X
+    one, two = (SITUATIONS[situation]().predict(x) for _ in range(2))
+    assert one.shape == (150,)
+    assert np.array_equal(one, two)
+
+
+@pytest.mark.long
+def test_what_does_not_go_over():
+    """Sparse X and LBFGS are refused, and there is no partial_fit."""
+    with pytest.raises(TypeError, match="dense data is required"):
+        quick().fit(scipy.sparse.csr_array(X), Y)
+    with pytest.raises(phalanx.UsageError, match="LBFGS"):
+        quick(optimizer=torch.optim.LBFGS).fit(X, Y)
+    assert not hasattr(quick(), "partial_fit")
 
 
 @pytest.mark.long
