@@ -111,6 +111,11 @@ EVERY_TIME = {
         "integrations/test_trainer_arguments.py::test_what_is_not_translated_is_refused": 2,
         "integrations/test_trainer_programs.py::test_programs_go_over": 2,
     },
+    "estimators of scikit-learn": {
+        "integrations/test_sklearn.py::test_a_fit_is_a_run": 1,
+        "integrations/test_sklearn.py::test_early_stopping": 1,
+        "integrations/test_sklearn.py::test_any_number_of_workers": 1,
+    },
     "proof, command line, documents": {
         "proof/test_chain.py::test_kills_leave_the_root": 1,
         "proof/test_replay.py::test_an_error_has_all_that_is_needed": 1,

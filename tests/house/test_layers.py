@@ -81,9 +81,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "lab",
         "surroundings",
     ),
-    "integrations": ("", "definition"),
+    "integrations": ("", "callbacks", "definition"),
     "__main__": ("cli",),
-    "integrations": ("",),
 }
 # Within a room: the first may not import the second.
 APART = (
@@ -114,10 +113,10 @@ FRONT = "phalanx", "phalanx.testing", "phalanx.cli"
 # Who may import optional packages and picklers, at the top of a file or inside. For frameworks test_rooms has a table.
 HOMES = {
     "matplotlib": ("run.plots",),
-    "tqdm": ("run.observers", "proof.verify", "lab.tuning"),
+    "tqdm": ("run.observers", "proof.verify", "lab.many", "lab.tuning"),
     "typer": ("cli",),
     "rich": ("cli",),
-    "sklearn": ("lab.digits",),
+    "sklearn": ("lab.digits", "integrations.sklearn"),
     "runpy": ("cli",),
     "transformers": ("integrations.transformers",),
     "pickle": ("engines.processes", "frameworks.torch.record"),

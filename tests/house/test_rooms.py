@@ -27,7 +27,6 @@ OWN_ROOMS: dict[str, tuple[str, str]] = {
     "engines/hosts": ("torch", "hosts talk through Gloo and the store of torch.distributed"),
     "engines/flat.py": ("torch", "rows of sums that travel are torch's tensors"),
     "surroundings/presence.py": ("torch", "asks torch.distributed"),
-    "integrations": ("torch", "modules and loaders that others bring are torch's"),
     "callbacks": ("torch", "averages are torch's, and TensorBoard and the profiler are its own"),
     "integrations": ("torch", "models, data and optimizers of other libraries are torch's"),
     "lab": ("torch", "the demo is a recipe, rates are those of torch's groups, and an exchange is timed"),
