@@ -19,8 +19,8 @@ import numpy as np
 
 from phalanx.definition import checks, generators
 from phalanx.definition.data import Columns, Share, spelled
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics
 from phalanx.errors import NonFiniteError, PhalanxError, RunError, UsageError, WorkerError, spell_samples
 from phalanx.plan.fold import fold_values
 from phalanx.plan.keys import loss_key, replica_key

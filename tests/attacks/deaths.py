@@ -11,7 +11,7 @@ import threading
 import time
 
 import phalanx
-from phalanx.engines.processes.pool import WorkerHandle
+from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.starter import WARM
 from phalanx.surroundings import interrupts
 from tests.families import ADAMW, FAMILIES

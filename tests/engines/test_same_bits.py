@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.definition.evaluation import Metrics
+from phalanx.definition.metrics import Metrics
 from phalanx.engines.processes.driver import Processes
 from phalanx.engines.recovery.failures import Deadline
 from phalanx.frameworks.registry import open_framework

@@ -11,7 +11,7 @@ import pytest
 
 import phalanx
 from phalanx.engines.processes import starter
-from phalanx.engines.processes.pool import WorkerHandle
+from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.starter import WARM
 from phalanx.surroundings import interrupts
 from tests.engines.deaths import hunted

@@ -66,6 +66,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "recipe",
         "run",
         "seams",
+        "shared",
         "surroundings",
     ),
     "cli": (

@@ -20,6 +20,7 @@ FIRST_RUNG = {
     "Stream",
     "Result",
     "train",
+    "train_all",
     "tune",
     "load",
     "close",

@@ -89,6 +89,16 @@ Workers = Annotated[str, typer.Option("--workers", help="How many workers, or au
 Readers = Annotated[str, typer.Option("--readers", help="How many processes that read data ahead, or auto.")]
 Resume = Annotated[str, typer.Option("--resume", help="Go on from --run-dir: yes, no, or anyway (another recipe).")]
 Audit = Annotated[str, typer.Option("--audit", metavar="SHARE", help="Share of steps with a replica computed twice.")]
+ALONE = {  # options that --jobs does not go with, and their defaults
+    "--workers": "auto",
+    "--readers": "auto",
+    "--snapshot-every": "auto",
+    "--audit": "0",
+    "--resume": "yes",
+    "--max-seconds": None,
+    "--plot": "",
+    "--save": "",
+}
 RESUME = {"yes": True, "no": False, ANYWAY: ANYWAY}
 
 
@@ -133,14 +143,9 @@ def train(
     (by default runs) that is called after them. The same command goes on.
     """
     if jobs:
-        instead = {"--workers": workers != "auto", "--readers": readers != "auto", "--audit": audit != "0"}
-        instead |= {"--snapshot-every": snapshot_every != "auto", "--resume": resume != "yes"}
-        instead |= {"--max-seconds": max_seconds is not None, "--plot": bool(plot), "--save": bool(weights)}
-        if given := [name for name, so in instead.items() if so]:
-            raise UsageError(
-                f"{given[0]} is given beside --jobs, which trains each recipe inline; leave one of them out"
-            )
-        _swept(file, arguments or (), jobs, devices, run_dir or "runs", json_=json_, quiet=quiet)
+        values = workers, readers, snapshot_every, audit, resume, max_seconds, plot, weights
+        beside = dict(zip(ALONE, values, strict=True))
+        _swept(file, arguments or (), jobs, devices, run_dir or "runs", beside, json_=json_, quiet=quiet)
         return
     if weights and pathlib.Path(weights).suffix != ".safetensors":
         raise UsageError(f"--save is {weights!r}; end it in .safetensors")
@@ -164,9 +169,19 @@ def train(
 
 
 def _swept(
-    file: str, arguments: Sequence[str], jobs: str, devices: str, run_dir: str, *, json_: bool, quiet: bool
+    file: str,
+    arguments: Sequence[str],
+    jobs: str,
+    devices: str,
+    run_dir: str,
+    beside: dict[str, Any],
+    *,
+    json_: bool,
+    quiet: bool,
 ) -> None:
     """Train all combinations of arguments, and print a table of the runs."""
+    if other := [name for name, value in beside.items() if value != ALONE[name]]:
+        raise UsageError(f"{other[0]} is given beside --jobs, which trains each recipe inline; leave one of them out")
     from phalanx.lab import sweeps
     from phalanx.lab.many import train_all
 

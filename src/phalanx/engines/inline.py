@@ -12,8 +12,8 @@ import weakref
 from typing import Any
 
 from phalanx.definition.batches import BatchShares
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics
 from phalanx.engines.alone import alone
 from phalanx.engines.gradients import Gradients, named
 from phalanx.engines.twice import Twice

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from phalanx.definition import checks
 from phalanx.definition.fields import Definition
-from phalanx.engines.processes.pool import Output, WorkerHandle
+from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.serialization import pack_recipe
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.reading import Taken

@@ -29,8 +29,8 @@ import numpy as np
 from phalanx.definition import checks
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation import Metrics, differing
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics, differing
 from phalanx.definition.reachable import Place, differences, holding, put_back, values
 from phalanx.errors import CorruptionError, PhalanxError, StateError, spell_samples
 from phalanx.plan.audit import Audit, joined

@@ -21,8 +21,8 @@ import numpy as np
 from phalanx.definition import checks, generators
 from phalanx.definition.data import Columns, Samples, Share, Source, is_pair, target_of
 from phalanx.definition.digest import Entry
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import WEIGHED, Definition
+from phalanx.definition.metrics import Metrics
 from phalanx.definition.plain import check_specs
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.frameworks import arithmetic

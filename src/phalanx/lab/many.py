@@ -22,8 +22,8 @@ from typing import Any
 from phalanx.checkpoint.chained import origin_of, remember_origin
 from phalanx.definition import checks
 from phalanx.definition.evaluation import listed_evaluations
+from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.messages import DriverChannel, caused, ended, sendable
-from phalanx.engines.processes.pool import Output, WorkerHandle
 from phalanx.engines.processes.serialization import adopt_environment, described, pack, pack_each, unpack, unpack_one
 from phalanx.engines.processes.starter import WARM
 from phalanx.errors import PhalanxError, RunError, UsageError, safe_str

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from phalanx.definition.checks import comparing, warn
 from phalanx.definition.data import spelled
-from phalanx.definition.evaluation import WATCHED, Evaluation, Metrics, Predictions, check_metric, deciding, meant
+from phalanx.definition.evaluation import WATCHED, Evaluation, check_metric, deciding, meant
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics, Predictions
 from phalanx.definition.steady import Steady, Unchanged
 from phalanx.definition.streams import Supply
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, Protocol
 import numpy as np
 
 from phalanx.definition.data import Share, Source
-from phalanx.definition.evaluation import Metrics
+from phalanx.definition.metrics import Metrics
 from phalanx.errors import PhalanxError
 from phalanx.plan.fold import Placement
 from phalanx.seams.records import (

@@ -21,8 +21,8 @@ from phalanx.definition import checks
 from phalanx.definition.batches import Drawn
 from phalanx.definition.data import Columns
 from phalanx.definition.described import shared
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics
 from phalanx.definition.plain import hashed
 from phalanx.engines.changing import Changing
 from phalanx.engines.hosts.members import CLOSED, DONE, LEAVES, Farewell

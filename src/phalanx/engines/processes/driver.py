@@ -12,8 +12,8 @@ from typing import Any
 
 from phalanx.definition import checks
 from phalanx.definition.data import Samples
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics
 from phalanx.engines.gradients import named
 from phalanx.engines.processes.messages import WHERE, WorkerMessage, first_error, reason
 from phalanx.engines.processes.pool import LEAVING_SECONDS, LONG, WorkerPool

@@ -10,7 +10,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.definition.evaluation import Metrics
+from phalanx.definition.metrics import Metrics
 from phalanx.errors import LostError
 from phalanx.plan.shares import share_bounds
 from phalanx.seams.records import Training, Weights

@@ -14,8 +14,8 @@ from tinygrad.tensor import Tensor
 from phalanx.definition import generators
 from phalanx.definition.data import Share, map_tree
 from phalanx.definition.digest import digest_of
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics
 from phalanx.errors import UsageError
 from phalanx.frameworks.arithmetic import Gradient, settled
 from phalanx.frameworks.arrays import LOSS_TAKES, ArrayFramework, Blocks, State, refuse

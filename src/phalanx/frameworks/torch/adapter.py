@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from phalanx.definition.data import Share, Source
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics
 from phalanx.frameworks.torch import arithmetic
 from phalanx.frameworks.torch.arithmetic import Gradient
 from phalanx.frameworks.torch.environment import StaticShapes, check_static, compiled, surrounded

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics
 from phalanx.errors import UsageError, safe_str
 from phalanx.frameworks.torch import accelerators
 from phalanx.frameworks.torch.adapter import Torch

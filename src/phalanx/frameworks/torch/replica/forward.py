@@ -20,18 +20,17 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 
 from phalanx.definition import checks, generators
 from phalanx.definition.data import is_pair, leaves, map_tree, target_of
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import WEIGHED, Definition, Phase
+from phalanx.definition.metrics import Metrics
 from phalanx.errors import UsageError
 from phalanx.frameworks.torch.environment import autocast
 from phalanx.frameworks.torch.model import evaluating
+from phalanx.frameworks.torch.replica.tokens import IGNORED, TokenMean
 from phalanx.seams.records import Named, Watch
 
-IGNORED = -100
 LOOKS = 64
 TOLERANCES, COARSE = {torch.float64: 1e-9, torch.float32: 1e-4}, 2e-2  # relative, of means of parts
 TAKES_MODEL = "; loss_takes='model' calls loss_fn(model, batch) instead (docs/cookbook.md has Mixup)"
@@ -39,7 +38,6 @@ CALLS = (
     "; phalanx calls model(x) where it is (x, y), model(**batch) where it is a dict, else model(batch); for anything "
     "else pass forward_fn=lambda model, batch: ..., and target_fn=lambda batch: ... for the target"
 )
-TOLERANCE = 0.05  # relative: beside the mean there may be a small loss of another kind
 UNLIKE = "comes to something else for a share than the mean of what it comes to for two parts of it"
 WRAPPED = (
     "If it is the mean of something else, say of how many: phalanx.weighted(loss_fn, count), or return (loss, count)"
@@ -51,8 +49,6 @@ RETURNED = (
 )
 OTHERWISE = ". If it compares samples, give it all: loss_fn=..., loss_over='batch'. Or take replicas=1"
 MOST_NAMES, LONGEST_NAME = 8, 64  # of named losses; as JSON, with quotes
-
-Form = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Forward:
@@ -389,60 +385,6 @@ def check_stateless(loss_fn: Any) -> None:
             f"loss_fn is a {type(loss_fn).__name__} with parameters, which would not be trained; make it a part of the "
             "model, let forward return the loss, and pass loss_fn=None"
         )
-
-
-class TokenMean:
-    """Recognises models of Hugging Face. A share's weight is the number of labels that its loss is the mean of."""
-
-    def __init__(self) -> None:
-        self._form: Form | None = None
-
-    def weight(self, output: Any, loss: Any, batch: Any) -> torch.Tensor | None:
-        """How many labels the loss is the mean of; None where that is not recognised."""
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-        if not isinstance(labels, torch.Tensor) or not isinstance(logits, torch.Tensor) or not torch.is_tensor(loss):
-            return None
-        if labels.is_floating_point() or labels.dtype == torch.bool or logits.shape[:-1] != labels.shape:
-            return None
-        if self._form is None:
-            if not (loss.requires_grad and logits.requires_grad):
-                return None
-            if bool(torch.isnan(loss)) and not bool(following(labels).any()):
-                return torch.zeros(())  # a mean of nothing
-            forms = _forms(logits, labels, loss)
-            if len(forms) != 1:  # if several, the same labels count by each
-                return forms[0](labels).sum() if forms else None
-            self._form = forms[0]
-        return self._form(labels).sum()
-
-
-def same(labels: torch.Tensor) -> torch.Tensor:
-    """Which positions count, if each predicts its own label."""
-    return labels != IGNORED
-
-
-def following(labels: torch.Tensor) -> torch.Tensor:
-    """Which positions count, if each predicts the next one's label."""
-    return torch.nn.functional.pad(labels[..., 1:] != IGNORED, (0, 1))
-
-
-def _forms(logits: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor) -> list[Form]:
-    """The ways of counting that agree with where the loss has a gradient, and with its value."""
-    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
-    if gradient is None:
-        return []
-    counted = (gradient != 0).any(-1)
-    with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-        forms = [form for form in (same, following) if torch.equal(form(labels), counted)]
-        return [form for form in forms if _is_mean(form, logits, labels, loss)]
-
-
-def _is_mean(form: Form, logits: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor) -> bool:
-    counted = form(labels)
-    wanted = torch.where(counted, labels if form is same else labels.roll(-1, -1), IGNORED)
-    mean = cross_entropy(logits.float().flatten(0, -2), wanted.flatten(), ignore_index=IGNORED)
-    return bool(torch.isclose(mean, loss.detach().float(), rtol=TOLERANCE, atol=0.0, equal_nan=True))
 
 
 class NoMean:

@@ -14,8 +14,8 @@ import torch
 from phalanx.definition import checks
 from phalanx.definition.batches import cut
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation import Metrics
 from phalanx.definition.fields import Definition
+from phalanx.definition.metrics import Metrics
 from phalanx.errors import InPartsError, UsageError, safe_str
 from phalanx.frameworks.torch.arithmetic import Gradient, word_sum
 from phalanx.frameworks.torch.environment import explain
