@@ -89,6 +89,11 @@ Workers = Annotated[str, typer.Option("--workers", help="How many workers, or au
 Readers = Annotated[str, typer.Option("--readers", help="How many processes that read data ahead, or auto.")]
 Resume = Annotated[str, typer.Option("--resume", help="Go on from --run-dir: yes, no, or anyway (another recipe).")]
 Audit = Annotated[str, typer.Option("--audit", metavar="SHARE", help="Share of steps with a replica computed twice.")]
+MaxSeconds = Annotated[
+    float | None, typer.Option("--max-seconds", help="Stop after so long; with --run-dir, run again to go on.")
+]
+Weights = Annotated[str, typer.Option("--save", metavar="FILE", help="Write the weights, as model.safetensors.")]
+Jobs = Annotated[str, typer.Option("--jobs", help="Train all of lr=0.1,0.01 seed=0..4, so many at a time, or auto.")]
 ALONE = {  # options that --jobs does not go with, and their defaults
     "--workers": "auto",
     "--readers": "auto",
@@ -120,18 +125,12 @@ def train(
     resume: Resume = "yes",
     readers: Readers = "auto",
     audit: Audit = "0",
-    max_seconds: Annotated[
-        float | None, typer.Option("--max-seconds", help="Stop after so long; with --run-dir, run again to go on.")
-    ] = None,
+    max_seconds: MaxSeconds = None,
     plot: Plot = "",
-    weights: Annotated[
-        str, typer.Option("--save", metavar="FILE", help="Write the weights, as model.safetensors.")
-    ] = "",
+    weights: Weights = "",
     json_: Json = False,
     quiet: Quiet = False,
-    jobs: Annotated[
-        str, typer.Option("--jobs", help="Train all of lr=0.1,0.01 seed=0..4, so many at a time, or auto.")
-    ] = "",
+    jobs: Jobs = "",
 ) -> None:
     """Train the recipe in a Python file.
 
