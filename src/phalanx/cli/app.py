@@ -142,8 +142,7 @@ def train(
     (by default runs) that is called after them. The same command goes on.
     """
     if jobs:
-        values = workers, readers, snapshot_every, audit, resume, max_seconds, plot, weights
-        beside = dict(zip(ALONE, values, strict=True))
+        beside = workers, readers, snapshot_every, audit, resume, max_seconds, plot, weights
         _swept(file, arguments or (), jobs, devices, run_dir or "runs", beside, json_=json_, quiet=quiet)
         return
     if weights and pathlib.Path(weights).suffix != ".safetensors":
@@ -173,13 +172,13 @@ def _swept(
     jobs: str,
     devices: str,
     run_dir: str,
-    beside: dict[str, Any],
+    beside: Sequence[Any],
     *,
     json_: bool,
     quiet: bool,
 ) -> None:
     """Train all combinations of arguments, and print a table of the runs."""
-    if other := [name for name, value in beside.items() if value != ALONE[name]]:
+    if other := [name for (name, usual), value in zip(ALONE.items(), beside, strict=True) if value != usual]:
         raise UsageError(f"{other[0]} is given beside --jobs, which trains each recipe inline; leave one of them out")
     from phalanx.lab import sweeps
     from phalanx.lab.many import train_all
