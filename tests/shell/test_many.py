@@ -1,0 +1,226 @@
+"""Many recipes at once: each in a process of its own, to the bits of one after another, whatever dies meanwhile."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import phalanx
+from phalanx.callbacks import EMA, EarlyStopping, SaveBest
+from phalanx.checkpoint.directory import LOG
+from phalanx.engines.processes.serialization import pack_each, unpack_one
+from phalanx.frameworks.registry import reduced
+from phalanx.shared.memory import Memory
+from tests.callbacks.jobs import HELD_OUT, TARGETS, X, Y, accuracy, make_model
+
+JOB = """
+import time
+import torch, phalanx
+from torch.nn import functional as F
+x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+y = (x[:, 0] > 0).long()
+def recipe(lr=1e-2, seed=0):
+    def forward(model, batch):
+        time.sleep({pause})
+        return model(batch[0])
+    return phalanx.Recipe(lambda: torch.nn.Linear(4, 2), (x, y), F.cross_entropy, forward, epochs=3, lr=lr, seed=seed)
+"""
+
+
+def job(seed=0, **changes):
+    given = {"replicas": 3, "epochs": 2, "lr": 1e-2, "seed": seed}
+    return phalanx.Recipe(make_model, (X, Y), F.cross_entropy, **(given | changes))
+
+
+def due():
+    return phalanx.Evaluation({"accuracy": accuracy, "loss": "loss"}, (HELD_OUT, TARGETS))
+
+
+def callbacks():
+    return [EMA(0.9), SaveBest("accuracy"), EarlyStopping("accuracy", patience=2, mode="max")]
+
+
+def told(result):
+    """All that a user sees of a result, but how long it took."""
+    best = result.best and (str(result.best), {name: one.tolist() for name, one in result.best.weights.items()})
+    averaged = result.averaged and {name: one.tolist() for name, one in result.averaged.items()}
+    history = [(item.steps, item.name, item.value) for item in result.metric_history]
+    facts = result.digest, result.loss_history, history, result.stopped_early, result.workers, result.chain
+    return *facts, best, averaged, {name: one.tolist() for name, one in result.model.state_dict().items()}
+
+
+@pytest.mark.long
+def test_results_are_those_of_one_after_another(tmp_path):
+    """Weights, losses, metrics, best, averages and who stopped it; in a list, and in a dict with folders."""
+    jobs = [(job(seed, epochs=12), due(), callbacks()) for seed in range(3)]
+    found = phalanx.train_all(jobs, workers=2)
+    alone = [one.train(workers=1, evaluation=evaluation, callbacks=callbacks()) for one, evaluation, _ in jobs]
+    assert list(map(told, found)) == list(map(told, alone))
+    assert told(found[0]) != told(found[1])
+    assert type(found[0].model) is type(make_model())
+    assert found[0].seconds > 0
+    named = phalanx.train_all({"a": job(0), "b": (job(1), due())}, run_dir=tmp_path)
+    assert list(named) == ["a", "b"]
+    kept = job(1).train(workers=1, run_dir=tmp_path / "alone", evaluation=due())
+    assert told(named["b"]) == told(kept)
+    again = phalanx.train_all({"a": job(0), "b": (job(1), due())}, run_dir=tmp_path)
+    assert told(again["b"]) == told(kept)
+    assert again["b"].resumed_from == kept.steps
+
+
+def broken(model, batch):
+    raise ZeroDivisionError("of this one alone")
+
+
+@pytest.mark.long
+def test_a_failure_ends_one_and_not_all(tmp_path):
+    """Its place has the error, from the user's own; a folder of another recipe is refused as in ``train``."""
+    jobs = {"good": job(0), "bad": job(1, forward_fn=broken), "other": job(2)}
+    job(3).train(workers=1, run_dir=tmp_path / "other")
+    with pytest.raises(
+        phalanx.RunError, match=r"2 of 3 recipes failed \(bad: WorkerError: .*of this one alone"
+    ) as raised:
+        phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
+    results = raised.value.results
+    assert results["good"].digest == job(0).train(workers=1).digest
+    assert isinstance(results["bad"].__cause__, ZeroDivisionError)
+    assert isinstance(results["other"], phalanx.UsageError)
+    assert "seed" in str(results["other"])
+
+
+class Dying(nn.Module):
+    """Kills its process at a step, as often as there are files to take away."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.layer, self.folder = nn.Linear(6, 2), folder
+
+    def forward(self, x):
+        if self.training and phalanx.current_step() == 3:
+            for left in self.folder.glob("*"):
+                left.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.layer(x)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("deaths", "ends"), [(2, True), (3, False)])
+def test_a_job_that_is_killed_goes_on(tmp_path, deaths, ends):
+    """Two deaths change nothing; after three in a row its place says so."""
+    (tmp_path / "a").mkdir()
+    for number in range(deaths):
+        (tmp_path / "a" / str(number)).touch()
+    (tmp_path / "b").mkdir()
+    jobs = [_dying(tmp_path / name) for name in ("a", "b")]
+    if ends:
+        first, second = phalanx.train_all(jobs, workers=2)
+        assert first.digest == second.digest
+        return
+    with pytest.raises(phalanx.RunError, match="its process was killed by SIGKILL, 3 times in a row") as raised:
+        phalanx.train_all(jobs, workers=2)
+    assert raised.value.results[1].digest == _dying(tmp_path / "b").train(workers=1).digest
+
+
+def _dying(folder):
+    return phalanx.Recipe(lambda: Dying(folder), (X, Y), F.cross_entropy, replicas=2, epochs=2)
+
+
+def slow(model, batch):
+    time.sleep(0.05)
+    return model(batch[0])
+
+
+@pytest.mark.long
+def test_ctrl_c_lets_steps_end_and_the_same_call_goes_on(tmp_path):
+    """What has not ended has None; afterwards all digests are those of runs that nobody interrupted."""
+    jobs = [job(seed, forward_fn=slow, epochs=8) for seed in range(3)]
+    begun = tmp_path / "0" / LOG
+
+    def press():
+        while not begun.exists():
+            time.sleep(0.05)
+        time.sleep(1.5)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
+    assert None in raised.value.results
+    found = phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
+    assert any(result.resumed_from for result in found)
+    assert [result.digest for result in found] == [job(seed, epochs=8).train(workers=1).digest for seed in range(3)]
+
+
+def test_shared_arrays_are_written_once():
+    """Five recipes over one array take its bytes once; over copies of it, five times."""
+    shared, sizes = torch.zeros(1 << 18), list[int]()
+    for data in ([shared] * 5, [shared.clone() for _ in range(5)]):
+        memory = Memory(0)
+        pack_each([{"data": one, "number": number} for number, one in enumerate(data)], memory, reduced)
+        assert unpack_one(memory, 3)["number"] == 3
+        assert torch.equal(unpack_one(memory, 3)["data"], shared)
+        sizes.append(memory.size)
+        memory.close()
+    size = shared.numel() * 4
+    assert sizes[0] < 1.1 * size
+    assert sizes[1] > 5 * size
+
+
+@pytest.mark.parametrize(
+    ("recipes", "options", "words"),
+    [
+        ([], {}, "recipes is empty"),
+        ([3], {}, r"recipes\['0'\] is 3; it must be a Recipe, or \(recipe, evaluation\)"),
+        ({"a/b": job()}, {}, "'a/b', which is that of a folder"),
+        ([phalanx.Recipe(make_model, None, F.cross_entropy)], {}, "has no data"),
+        ([job()], {"workers": 0}, "workers is 0"),
+        ([job()], {"devices": [3]}, "devices is"),
+    ],
+)
+def test_bad_input(recipes, options, words):
+    """Names the argument, the value, and the way out."""
+    with pytest.raises(phalanx.UsageError, match=words):
+        phalanx.train_all(recipes, **options)
+
+
+def command(folder, *arguments):
+    return [sys.executable, "-m", "phalanx", "train", str(folder / "job.py"), *arguments]
+
+
+@pytest.mark.long
+def test_the_shell_trains_all_combinations(tmp_path):
+    """Runs are called after their arguments; a table has them; kill -9 of all, and the same command goes on."""
+    (tmp_path / "job.py").write_text(JOB.format(pause=0.05))
+    line = command(tmp_path, "lr=0.1,0.01", "seed=0..1", "--jobs", "2", "--run-dir", str(tmp_path / "runs"), "--json")
+    first = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "runs" / "lr=0.1,seed=0" / LOG).exists():
+        time.sleep(0.05)
+        assert first.poll() is None
+    first.kill()
+    first.wait()
+    rows = json.loads(subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, text=True).stdout)
+    assert [row["run"] for row in rows] == [f"lr={lr},seed={seed}" for lr in (0.01, 0.1) for seed in (0, 1)]
+    assert {row["state"] for row in rows} == {"finished"}
+    assert rows[0]["arguments"] == {"lr": 0.01, "seed": 0}
+
+
+def test_the_shell_refuses_what_does_not_go_with_jobs(tmp_path):
+    """Several values without --jobs, and options that each run would need of its own."""
+    (pathlib.Path(tmp_path) / "job.py").write_text(JOB.format(pause=0))
+    for arguments, words in (
+        (["lr=0.1,0.01"], "several values are for --jobs"),
+        (["seed=0..1", "--jobs", "2", "--workers", "2"], "--workers is given beside --jobs"),
+        (["seed=3..1", "--jobs", "2"], "counts upwards"),
+    ):
+        done = subprocess.run(command(tmp_path, *arguments), cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert words in done.stderr
