@@ -278,13 +278,13 @@ class Metrics:
         other._metrics = {**self._metrics, "": Predictions()}
         return other
 
-    def see(self, output: Any, target: Any, home: Home, loss: Callable[[], Any]) -> list[Any]:
+    def see(self, output: Any, target: Any, home: Home, loss: Callable[[], Any] | None = None) -> list[Any]:
         """What each metric sees of a chunk; ``loss()`` is the recipe's own, or (that, weight)."""
         if self._single:
             home = functools.partial(_with_axis, home)
         with checks.noting(output, target, OWN):
             return [
-                loss() if isinstance(metric, Loss) else metric.see(output, target, home)
+                loss() if loss and isinstance(metric, Loss) else metric.see(output, target, home)
                 for metric in self._metrics.values()
             ]
 
