@@ -114,7 +114,6 @@ EVERY_TIME = {
     "estimators of scikit-learn": {
         "integrations/test_sklearn.py::test_a_fit_is_a_run": 1,
         "integrations/test_sklearn.py::test_early_stopping": 1,
-        "integrations/test_sklearn.py::test_any_number_of_workers": 1,
     },
     "proof, command line, documents": {
         "proof/test_chain.py::test_kills_leave_the_root": 1,

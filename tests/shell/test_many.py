@@ -213,6 +213,7 @@ def test_the_shell_trains_all_combinations(tmp_path):
     assert rows[0]["arguments"] == {"lr": 0.01, "seed": 0}
 
 
+@pytest.mark.long
 def test_the_shell_refuses_what_does_not_go_with_jobs(tmp_path):
     """Several values without --jobs, and options that each run would need of its own."""
     (pathlib.Path(tmp_path) / "job.py").write_text(JOB.format(pause=0))
