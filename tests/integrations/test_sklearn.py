@@ -315,7 +315,7 @@ SITUATIONS = {
     ).fit(X, X[:, 0]),
     "calibrated": lambda: CalibratedClassifierCV(quick(), cv=2).fit(X, Y),
     "voting": lambda: VotingClassifier([("a", quick()), ("b", quick(lr=0.1))], voting="soft").fit(X, Y),
-    "boosted": lambda: AdaBoostClassifier(quick(lr=0.1), n_estimators=2).fit(X, Y),
+    "boosted": lambda: AdaBoostClassifier(quick(lr=0.1), n_estimators=2, random_state=0).fit(X, Y),
 }
 
 

@@ -22,6 +22,7 @@ from phalanx.checkpoint.files import MALFORMED, Held
 from phalanx.definition import checks
 from phalanx.errors import SnapshotError
 from phalanx.seams.records import StepReport
+from phalanx.surroundings import system
 
 CHAIN, RECORDS, ASIDE = "chain.jsonl", ".records.jsonl", "chain.earlier-{}.jsonl"
 FORMAT = 1
@@ -201,7 +202,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         with files.used(path):
             self._descriptor = files.opened(path, os.O_RDONLY)
         try:
-            header = os.pread(self._descriptor, MOST_HEADER, 0).partition(b"\n")
+            header = system.read_at(self._descriptor, MOST_HEADER, 0).partition(b"\n")
             fields = json.loads(header[0])
             if fields["chain"] != FORMAT or not header[1]:
                 raise ValueError(f"it is of format {fields['chain']!r}")
@@ -266,7 +267,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def line(self, step: int) -> str:
         """The line of a step as it is in the file."""
-        return os.pread(self._descriptor, self.width, self.offset(step)).decode(errors="replace")
+        return system.read_at(self._descriptor, self.width, self.offset(step)).decode(errors="replace")
 
     def offset(self, step: int) -> int:
         """Where the line of a step begins."""

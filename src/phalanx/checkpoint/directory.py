@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import pathlib
@@ -22,6 +21,7 @@ from phalanx.definition import checks
 from phalanx.errors import CorruptionError, PhalanxError, SnapshotError, UsageError, safe_str
 from phalanx.seams import Engine, Observer
 from phalanx.seams.records import Incident, Progress, Seen, StepReport, Training
+from phalanx.surroundings import system
 
 SNAPSHOTS, LOG, LOCK, BATCH = "snapshots", "events.jsonl", "lock", "failure.safetensors"
 MARK = "world-"  # how names of folders begin by which hosts see that they share the directory; who goes on is in them
@@ -77,7 +77,7 @@ class RunDirectory:
             # in the file, which is wrong across containers. Not covered: what the earlier run writes between its look
             # and the later mark. NFS may take seconds to show one.
             self._mine = uuid.uuid4().hex.encode()
-            os.pwrite(self._lock, self._mine, 0)
+            system.write_at(self._lock, self._mine, 0)
             self._log = files.LineFile(self._held.add(files.open_log(self.root / LOG)), self.root / LOG)
             for folder in (self.root, self.root / SNAPSHOTS):
                 files.clear_away(folder)
@@ -100,7 +100,7 @@ class RunDirectory:
     def _alone(self) -> bool:
         """Whether the mark of this run, which holds the directory, is still the last one; so it is if none is read."""
         with contextlib.suppress(OSError):
-            return os.pread(self._lock, len(self._mine), 0) == self._mine
+            return system.read_at(self._lock, len(self._mine), 0) == self._mine
         return True
 
     def check_alone(self) -> None:
@@ -276,7 +276,7 @@ def at_work(path: pathlib.Path) -> bool:
     """Whether a run works in a directory now, as far as this user may look."""
     with contextlib.suppress(OSError), os.fdopen(files.opened(path / LOCK, os.O_RDONLY)) as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            system.lock(lock.fileno(), shared=True)
         except BlockingIOError:
             return True
     return False

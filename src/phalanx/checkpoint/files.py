@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
-import fcntl
 import gc
 import os
 import pathlib
@@ -24,7 +23,7 @@ from typing import Any, BinaryIO
 
 from phalanx.definition import checks
 from phalanx.errors import VALUE_CHARACTERS, SnapshotError, shortened
-from phalanx.surroundings import presence
+from phalanx.surroundings import presence, system
 
 TEMPORARY = ".tmp-"
 MODE, FOLDER_MODE = 0o600, 0o700
@@ -51,8 +50,10 @@ def opened(path: pathlib.Path, flags: int) -> int:
     OSError
         It cannot be opened, or is a link, a pipe, or anything else.
     """
+    if not hasattr(os, "O_NOFOLLOW") and path.is_symlink():
+        raise OSError(errno.ELOOP, A_LINK, str(path))
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, MODE)
+        descriptor = os.open(path, flags | system.PLAIN, MODE)
     except OSError as error:
         if path.is_symlink():
             raise OSError(errno.ELOOP, A_LINK, str(path)) from error
@@ -131,11 +132,7 @@ def read(path: pathlib.Path) -> bytes:
 
 def sync_folder(path: pathlib.Path) -> None:
     """Sync the names in a folder to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    system.sync_folder(path)
 
 
 def remove(path: pathlib.Path) -> None:
@@ -176,7 +173,7 @@ def of_others(paths: Iterable[pathlib.Path]) -> str:
     A shared group is meant (umask 002, volumes of containers). Root goes on with anybody's, as containers do,
     but not with what everybody may write.
     """
-    for path in paths:
+    for path in paths if hasattr(os, "geteuid") else ():  # elsewhere modes say nothing
         with contextlib.suppress(OSError):
             facts = os.lstat(path)
             sticky = stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX
@@ -222,7 +219,7 @@ class LineFile:
         self._descriptor, self._path, self._told = descriptor, path, False
         self._lock = threading.Lock()
         size = os.fstat(descriptor).st_size
-        self._owed = b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
+        self._owed = b"\n" if size and system.read_at(descriptor, 1, size - 1) != b"\n" else b""
 
     def add(self, line: bytes) -> None:
         """Write what is owed, then ``line``, which ends with a line feed; a disk that is full stops nothing."""
@@ -267,7 +264,7 @@ class Held:
         if self._owner == os.getpid():  # else it was forked where Python did not see it
             for number in self._descriptors:
                 with contextlib.suppress(OSError):
-                    fcntl.flock(number, fcntl.LOCK_UN)  # copies that others may have keep no lock
+                    system.unlock(number)  # copies that others may have keep no lock
             self.leave()
 
     def __del__(self) -> None:
@@ -296,12 +293,12 @@ def locked(path: pathlib.Path, *, seize: bool = False) -> int:
     descriptor = opened(path, os.O_CREAT | os.O_RDWR)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(descriptor)
         except BlockingIOError:
             gc.collect()  # a holder that was dropped may wait for this
             time.sleep(0.1)  # who lists runs has it for a moment
             if not seize:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                system.lock(descriptor)
     except BaseException:
         os.close(descriptor)
         raise

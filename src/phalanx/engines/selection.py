@@ -8,16 +8,15 @@ the workers turn out to be slower. A state that is not wholly known (another lib
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from phalanx.definition import checks
-from phalanx.definition.fields import SAMPLING, Definition
+from phalanx.definition.fields import Definition
 from phalanx.engines.changing import Changing
 from phalanx.engines.inline import Inline
 from phalanx.engines.processes.driver import Processes, beside
@@ -25,10 +24,10 @@ from phalanx.engines.processes.starter import WARM
 from phalanx.engines.readers import ahead_here
 from phalanx.engines.recovery.failures import Deadline
 from phalanx.errors import UsageError, safe_str
-from phalanx.frameworks.registry import as_factory, open_framework
+from phalanx.frameworks.registry import open_framework
 from phalanx.plan.fold import Placement, place
 from phalanx.seams import Engine, Framework
-from phalanx.seams.records import Progress, Records, RunOptions, Seen, StepReport
+from phalanx.seams.records import Records, RunOptions, Seen, StepReport
 from phalanx.surroundings.interrupts import of_handler
 from phalanx.surroundings.presence import processors, several, usable_cores
 
@@ -97,19 +96,6 @@ def _on_devices(
         )
     WARM.prepare(definition, functions)
     return place(definition.replicas, len(devices), copies=True)
-
-
-@contextlib.contextmanager
-def open_trained(definition: Definition, model: Any) -> Iterator[tuple[Definition, Engine]]:
-    """A recipe with this model, already trained, and an engine that computes its outputs in this process."""
-    training = ("data", "steps", "epochs", "scheduler", "schedule_every", "schedule_on", "phases", *SAMPLING)
-    left_out: dict[str, Any] = dict.fromkeys(training)
-    recipe = dataclasses.replace(definition, **left_out, modes="as_made", make_model=as_factory(model))
-    engine = open_engine(recipe, "inline", 1, (), None, lambda _: Seen(Progress()), RunOptions(allow=None))
-    try:
-        yield recipe, engine
-    finally:
-        engine.close()
 
 
 def entered(options: Any, audit: Any, undo: contextlib.ExitStack) -> Any:

@@ -13,6 +13,7 @@ import dataclasses
 import pathlib
 import select
 import signal
+import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from phalanx.recipe import Recipe
 from phalanx.run.observers import checked_callbacks
 from phalanx.run.result import Result
 from phalanx.shared.memory import Memory
-from phalanx.surroundings import interrupts, presence
+from phalanx.surroundings import interrupts, presence, system
 
 DEATHS = 3  # of one job's processes in a row, that end it
 POLL_MILLISECONDS = 100
@@ -113,6 +114,11 @@ def train_all(
     """
     if presence.several():
         raise UsageError("train_all() is for one machine, and this process is one of several of a launcher; start one")
+    if not system.has_workers():
+        raise UsageError(
+            f"train_all() starts processes, which needs Linux, and this is {sys.platform}; train one after another, to "
+            "the same digests: [recipe.train() for recipe in recipes]"
+        )
     where = None if run_dir is None else checks.path("run_dir", run_dir)
     named = {str(name): value for name, value in recipes.items()} if isinstance(recipes, Mapping) else None
     listed = list(named.values() if named is not None else recipes)

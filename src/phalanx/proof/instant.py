@@ -20,6 +20,7 @@ from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import supplied
+from phalanx.engines import openers
 from phalanx.engines.alone import alone
 from phalanx.engines.twice import checksum
 from phalanx.errors import SnapshotError, UsageError
@@ -68,8 +69,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
                 "the recipe has data=None: the caller brought its batches, and they are gone, so that no step of it "
                 "can be computed again; give the recipe data"
             )
-        from phalanx.engines.selection import open_engine  # it loads the code that starts processes
-
+        _, open_engine = openers()  # they load the code that starts processes
         self.definition = definition
         self._batch, self._losses, self._changes = batch, losses, retrained_in(folder)
         self._opened: list[Framework] = []

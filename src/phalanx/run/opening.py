@@ -14,6 +14,7 @@ from phalanx.definition import checks
 from phalanx.definition.callback import said
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import supplied
+from phalanx.engines import openers
 from phalanx.errors import UsageError
 from phalanx.plan.audit import Audit
 from phalanx.run.loop import Loop
@@ -35,7 +36,7 @@ def opened(recipe: Definition, options: Options) -> Run:
     called = time.perf_counter()
     given = settle(options, recipe.replicas)
     check_evaluated(recipe, given)
-    from phalanx.engines.selection import entered, open_engine  # it loads the code that starts processes
+    entered, open_engine = openers()  # they load the code that starts processes
 
     functions = [(due.metric_fn, due.forward_fn, due.target_fn, due.collate_fn) for due in given.evaluation]
     audit = Audit(given.audit, recipe.seed) if given.audit else None
@@ -120,7 +121,7 @@ def _succeed(
 
 def _predicted(recipe: Definition, model: Any, weights: Any, data: Any, batch_size: int, forward_fn: Any) -> Any:
     """Outputs of a trained model, in this process."""
-    from phalanx.engines.selection import open_trained
+    from phalanx.engines.here import open_trained
 
     with open_trained(recipe, model) as (trained, engine):
         return Loop(trained, engine, (), ()).predict(data, batch_size, forward_fn, weights)

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from phalanx.surroundings import system
+
 SIGINT = int(signal.SIGINT)
 HANDLERS: Any = getattr(signal, "_signal", signal)  # without what turns numbers into enums and back: 15 us a step
 HINT = b"\nphalanx: Ctrl-C comes when this step is done; press it again to stop at once\n"
@@ -101,7 +103,7 @@ class _Process:
 
 
 PROCESS = _Process()
-os.register_at_fork(after_in_child=PROCESS.forked)
+system.after_fork(PROCESS.forked)
 
 
 class guarded(contextlib.AbstractContextManager[None]):  # noqa: N801  used as a function

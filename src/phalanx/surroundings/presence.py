@@ -20,6 +20,7 @@ from typing import Protocol
 from torch import distributed as dist
 
 from phalanx.errors import UsageError
+from phalanx.surroundings import system
 
 MOUNTED = pathlib.Path("/sys/fs/cgroup")  # control groups: a container may use less than the machine has
 
@@ -134,7 +135,7 @@ def _leave_all() -> None:
             owned.leave()
 
 
-os.register_at_fork(after_in_child=_leave_all)
+system.after_fork(_leave_all)
 
 
 def several() -> bool:
