@@ -19,6 +19,7 @@ import pytest
 import phalanx
 from phalanx.checkpoint import files
 from phalanx.checkpoint.directory import RunDirectory
+from phalanx.surroundings import system
 from tests.state.runs import NEWER, OLDER, assert_same, engine_of, folder_of, listed, norm_recipe, steps_in
 
 # Children only look at descriptors; where jax is loaded it warns of every fork.
@@ -99,7 +100,7 @@ def test_what_another_user_owns_is_not_gone_on_with(tmp_path, wanted, good, monk
 def test_two_runs_that_both_got_the_lock(tmp_path, wanted, monkeypatch, snapshot_every):
     """On a file system whose locks lie the later run goes on, to digest and root; the earlier ends, and says why."""
     whole = norm_recipe(STEPS).train(run_dir=tmp_path / "whole", engine="inline")
-    monkeypatch.setattr(files.fcntl, "flock", lambda *_: None)  # planted
+    monkeypatch.setattr(system.fcntl, "flock", lambda *_: None)  # planted
     options = {"run_dir": tmp_path / "run", "engine": "inline", "snapshot_every": snapshot_every}
     with norm_recipe(STEPS).start(**options) as first:
         assert [next(first).step for _ in range(2)] == [0, 1]
@@ -143,7 +144,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(files.fcntl, "flock", flock)  # planted
+    monkeypatch.setattr(system.fcntl, "flock", flock)  # planted
     with pytest.raises(phalanx.UsageError, match="a file system that locks no files"):
         norm_recipe(STEPS).train(run_dir=tmp_path, engine="inline")
 
@@ -567,9 +568,9 @@ def test_who_lists_runs_refuses_no_start(tmp_path):
     """Whoever looks whether a run is at work has its lock for a moment: a run that starts just then waits for that."""
     (tmp_path / "lock").touch()
     with open(tmp_path / "lock") as lock:
-        files.fcntl.flock(lock, files.fcntl.LOCK_SH)
-        threading.Timer(0.05, files.fcntl.flock, (lock, files.fcntl.LOCK_UN)).start()
+        system.lock(lock, shared=True)
+        threading.Timer(0.05, system.unlock, (lock,)).start()
         RunDirectory(tmp_path, 1).close()
-        files.fcntl.flock(lock, files.fcntl.LOCK_SH)
+        system.lock(lock, shared=True)
         with pytest.raises(phalanx.UsageError, match="another run"):
             RunDirectory(tmp_path, 1)
