@@ -77,6 +77,31 @@ def test_results_are_those_of_one_after_another(tmp_path):
     assert again["b"].resumed_from == kept.steps
 
 
+@pytest.mark.long
+def test_settings_of_the_caller_hold_in_jobs():
+    """A job of jax in float64 has its bits, beside one of torch; in float32 they are others."""
+    program = """
+import sys
+import jax, jax.numpy as jnp, numpy, phalanx, optax
+jax.config.update("jax_enable_x64", sys.argv[1] == "True")
+from tests.shell.test_many import job
+x = numpy.linspace(0, 1, 64).reshape(16, 4)
+def loss(output, target):
+    return ((output - target) ** 2).mean()
+def make():
+    return {"w": jnp.full((4, 1), 0.1, dtype=float)}
+one = phalanx.Recipe(make, (x.astype(jnp.zeros(()).dtype), x[:, :1].astype(jnp.zeros(()).dtype)), loss,
+                     lambda params, x: x @ params["w"], epochs=2, batch_size=8, optimizer=optax.sgd(0.1))
+found = [result.digest for result in phalanx.train_all([one, job()])]
+assert found == [one.train(engine="inline").digest, job().train(engine="inline").digest]
+print(found[0])
+"""
+    names = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    line = [sys.executable, "-W", "ignore", "-c", program]
+    told = [subprocess.check_output([*line, str(wide)], env=names, text=True) for wide in (True, False)]
+    assert told[0] != told[1]
+
+
 def broken(model, batch):
     raise ZeroDivisionError("of this one alone")
 

@@ -28,7 +28,7 @@ from phalanx.engines.processes.messages import DriverChannel, caused, ended, sen
 from phalanx.engines.processes.serialization import adopt_environment, described, pack, pack_each, unpack, unpack_one
 from phalanx.engines.processes.starter import WARM
 from phalanx.errors import PhalanxError, RunError, UsageError, safe_str
-from phalanx.frameworks.registry import reduced, starting
+from phalanx.frameworks.registry import in_use, numeric_environment, reduced, starting
 from phalanx.recipe import Recipe
 from phalanx.run.observers import checked_callbacks
 from phalanx.run.result import Result
@@ -165,7 +165,8 @@ class Crew:
             code = [value for job in jobs for value in vars(job.recipe).values() if callable(value)]
             WARM.prepare(jobs[0].recipe, [*code, *(job.options for job in jobs)])
             threads = max(job.recipe.threads for job in jobs)
-            pack({**described("torch"), "threads": threads}, self._memories[0], reduced)
+            numeric = {key: value for name in ("torch", *in_use()) for key, value in numeric_environment(name).items()}
+            pack({**described("torch"), "numeric": numeric, "threads": threads}, self._memories[0], reduced)
             pack_each([job.packed() for job in jobs], self._memories[1], reduced)
         except BaseException:
             self.close()
