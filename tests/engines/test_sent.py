@@ -92,6 +92,14 @@ def test_what_a_handler_raises_while_a_run_moves(monkeypatch, handled):
         moves(dataclasses.replace(recipe(Interrupted()), steps=60))
 
 
+def test_functions_without_a_module():
+    """What exec makes in a bare namespace has no module, and travels all the same."""
+    namespace: dict = {}
+    exec("def model():\n    import torch\n    return torch.nn.Linear(4, 2)", namespace)
+    assert namespace["model"].__module__ is None
+    assert None not in needed(namespace["model"], lambda _: NotImplemented)
+
+
 class Counted(torch.utils.data.Dataset):
     """Counts in a dict that a manager holds how often each sample was read."""
 

@@ -7,6 +7,7 @@ read is in ``data``.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,9 @@ class Drawn:
         SHA-256 over all of them, in hexadecimal.
     last : bool
         Whether the epoch ends with them.
+    sizes : tuple of int, optional
+        How many each replica has, where logical readers decide that. Of replicas that other processes compute the
+        samples are None, and numbers only tell them apart.
     """
 
     epoch: int
@@ -45,6 +49,7 @@ class Drawn:
     samples: list[Any]
     hash: str
     last: bool
+    sizes: tuple[int, ...] | None = None
 
 
 class BatchShares:
@@ -84,9 +89,10 @@ class BatchShares:
 
     def brought(self, batch: Any) -> list[Share]:
         """The shares of a batch that the caller or a stream brought, cut as ``numpy.array_split`` does."""
-        replicas, epoch = self._definition.replicas, None
+        replicas, epoch, sizes = self._definition.replicas, None, None
         if isinstance(batch, Drawn):  # messages name samples by their numbers in the epoch
             numbers, origin, epoch = np.array(batch.numbers, dtype=np.int64), "data", batch.epoch
+            sizes = batch.sizes
             source: Source = Samples(dict(zip(batch.numbers, batch.samples, strict=True)), random=False)
         else:
             source = self._opened(open_batch(batch))
@@ -96,7 +102,8 @@ class BatchShares:
                 f"batch has {len(source)} samples, but batch_size=None hands one sample to each of {replicas} "
                 "replicas; bring fewer, or give the recipe a batch_size"
             )
-        return dealt(Share(numbers, self._reader(source), origin, epoch=epoch), replicas)
+        whole = Share(numbers, self._reader(source), origin, epoch=epoch)
+        return dealt(whole, replicas) if sizes is None else _sized(whole, sizes)
 
     def chunks(self, data: Any, batch_size: int, collate: Callable[[Any], Any] | None = None) -> Chunks:
         """Evaluation data in order, each sample once; one by one if the recipe hands over samples as they are.
@@ -131,6 +138,12 @@ class BatchShares:
 def dealt(share: Share, count: int) -> list[Share]:
     """A share in ``count`` of them, as ``numpy.array_split`` cuts it; some may be empty."""
     return [replace(share, samples=share.samples[start:end]) for start, end in share_bounds(len(share.samples), count)]
+
+
+def _sized(share: Share, sizes: Sequence[int]) -> list[Share]:
+    """A share in parts of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return [replace(share, samples=share.samples[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def cut(share: Share, parts: int) -> list[Share]:

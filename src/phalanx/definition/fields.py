@@ -472,11 +472,21 @@ class Definition:
                 f"shuffle is False, but the stream has shuffle_buffer={self.stream.shuffle_buffer}; leave one of them "
                 "out: without a buffer a stream is never shuffled"
             )
+        self._check_shards()
         samples = self.samples
         if self.drop_last and samples is not None and self.global_batch > samples:
             raise UsageError(
                 f"drop_last is True and a batch has {self.global_batch} samples, but data has {samples}: every "
                 "batch would be dropped; lower batch_size, or set drop_last=False"
+            )
+
+    def _check_shards(self) -> None:
+        shards = None if self.stream is None else self.stream.shards
+        if shards is not None and not self.replicas <= min(shards, self.global_batch):
+            few = "shards" if shards < self.replicas else "batch_size"
+            raise UsageError(
+                f"{few} is {min(shards, self.global_batch)} and replicas is {self.replicas}, but each replica takes "
+                f"its samples from shards of its own; raise {few}, or lower replicas"
             )
 
 

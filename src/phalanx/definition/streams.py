@@ -1,180 +1,31 @@
-"""Reads a stream, deals it out in batches, and keeps its position, so that a later run can go on there.
+"""Deals out a stream in batches, and keeps its position, so that a later run can go on there.
 
-A sample is read once. It waits in the shuffle buffer, if there is one, and then among those that are ready; the samples
-of a step are kept until that step is done. A snapshot has only the numbers of samples that wait: a resumed run reads
-these samples again, from the last mark before all of them.
-
-A ``Reading`` is one pass over the iterable. A ``Supply`` makes batches of pass after pass, and knows which step has
-which of them.
+A ``Supply`` knows which step has which batch. Where the batches come from is its dealer's: ``Whole`` has one reader and
+cuts what it reads into shares, ``shards.Sharded`` has logical readers for each replica. The samples of a step are kept
+until that step is done.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import functools
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-from phalanx.definition import checks, generators
 from phalanx.definition.batches import Drawn
-from phalanx.definition.data import Stream, is_array, own
 from phalanx.definition.fields import Definition
-from phalanx.definition.plain import Each, check_like, encoded, hashed, taking_over
-from phalanx.errors import PhalanxError, RunError, SnapshotError, UsageError, WorkerError, safe_str
-from phalanx.plan.keys import buffer_slot, iterable_key, stream_sample_key
-from phalanx.surroundings import interrupts
+from phalanx.definition.passes import LIKE, Item, Line, Opened, Opener, Pass, Readings, Shown, check_epoch, refuse
+from phalanx.definition.plain import check_like, taking_over
+from phalanx.definition.shards import Dealing, Sharded
+from phalanx.errors import SnapshotError, UsageError, WorkerError
 
 STATE = "data.stream"  # its name among the states of callbacks, which have names of classes
-LIKE = {"epoch": int, "before": int, "given": int, "read": int}
-WAITING = {"ready": Each(int), "slots": Each(int), "hash": str, "mark": [int, str, object]}  # once some are read
-MARKS = 32  # marks that are kept: a sample waits for a few rounds of the buffer at most
-PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
-Shown = Callable[[Iterable[int], str], Iterable[int]]  # shows how far reading again is: ``shown(numbers, title)``
-Item = tuple[int, Any, str]  # the number of a sample, itself, the running hash after it
+PLACE = {"epoch": int, "before": int, "given": int, "read": int}
 
 
-class Mark(NamedTuple):
-    """A place in an epoch from which its iterable can be read again.
-
-    Attributes
-    ----------
-    number : int
-        Samples before it.
-    hash : str
-        Running hash of those.
-    state : Any
-        The state of the iterable, or of its iterator, there; None where the epoch begins.
-    """
-
-    number: int
-    hash: str
-    state: Any
-
-
-BEGINNING = Mark(0, hashlib.sha256().hexdigest(), None)
-
-
-class Reading:
-    """Reads an epoch of a stream, from its beginning or from a mark, sample by sample, each under its own key.
-
-    Parameters
-    ----------
-    definition : Definition
-    stream : Stream
-    epoch : int
-    before : int
-        Samples that were read in all epochs before.
-    mark : Mark
-
-    Attributes
-    ----------
-    number : int
-        Samples of this epoch that were read.
-    hash : str
-        SHA-256 over them, one after another.
-    ended : bool
-        Whether there are no more.
-    """
-
-    def __init__(self, definition: Definition, stream: Stream, epoch: int, before: int, mark: Mark) -> None:
-        self.number, self.hash, self.ended = mark.number, mark.hash, False
-        self._seed, self._owned = definition.seed, definition.generators
-        self._size, self._epoch, self._before = stream.epoch_size, epoch, before
-        self._broken = ""
-        generators.seed(iterable_key(self._seed, epoch), self._owned)
-        with self._user_code("while make_iterable() was called"):
-            self.iterable = stream.make_iterable()
-            if getattr(self.iterable, "batch_sampler", None) is not None:
-                raise UsageError("make_iterable returned a DataLoader of batches; give it batch_size=None, for samples")
-            if callable(set_epoch := getattr(self.iterable, "set_epoch", None)):
-                set_epoch(epoch)
-            self._carrier, self._take = _restored(self.iterable, mark.state)
-            self.iterator = iter(self.iterable)
-            if self._carrier is None:
-                self._carrier, self._take = _restored(self.iterator, mark.state)
-
-    def next(self) -> Any:
-        """Read a sample; what is returned means nothing once ``ended`` is set.
-
-        Raises
-        ------
-        WorkerError
-            The iterable raised.
-        UsageError
-            It ended before ``epoch_size`` samples.
-        """
-        if self.number == self._size:
-            self.ended = True
-            return None
-        if self._broken:
-            raise RunError(f"this stream cannot be read on: {self._broken}; start another run")
-        generators.seed(stream_sample_key(self._seed, self._before + self.number), self._owned)
-        end = object()
-        with self._user_code(f"while sample {self.number} of epoch {self._epoch} was read", self.number):
-            sample = own(next(self.iterator, end))
-        if sample is end:
-            self.ended = True
-            if self._size is not None:
-                raise UsageError(
-                    f"epoch_size is {self._size}, but in epoch {self._epoch} the iterable ended after {self.number} "
-                    "samples; lower it, leave it out, or yield more"
-                )
-            return None
-        self.number += 1
-        self.hash = hashlib.sha256(bytes.fromhex(self.hash) + hashed(sample)).hexdigest()
-        return sample
-
-    def mark(self) -> Mark | None:
-        """The present position; None if the iterable cannot give its state as plain values and tensors."""
-        if self._carrier is None or not self.number:
-            return None
-        with self._user_code(f"while {self._take}() was called"):
-            state = copy.deepcopy(getattr(self._carrier, self._take)())
-        try:
-            encoded(state, lambda leaf, path: path if is_array(leaf) else None, f"{self._take}()")
-        except UsageError as error:
-            checks.warn(
-                f"the stream's state cannot be kept, so that a resumed run reads the samples of its epoch again to "
-                f"find its place: {error}"
-            )
-            self._carrier = None
-            return None
-        return Mark(self.number, self.hash, state)
-
-    def close(self) -> None:
-        """Let go of the iterable; a generator's ``finally`` runs now."""
-        with contextlib.suppress(Exception):
-            self.iterator.close()  # type: ignore[attr-defined]
-
-    @contextlib.contextmanager
-    def _user_code(self, when: str, number: int | None = None) -> Iterator[None]:
-        """Turn what it raises into a WorkerError; an iterator that raised, or was interrupted, is not read again."""
-        try:
-            with interrupts.user_code():
-                yield
-        except PhalanxError:
-            raise
-        except Exception as error:
-            self._broken = f"{type(error).__name__} ({safe_str(error)}) {when}"
-            message = f"{type(error).__name__} in user code {when}, of a stream: {safe_str(error)}"
-            raise WorkerError(message, samples=() if number is None else (number,)) from error
-        except BaseException as error:
-            self._broken = f"it was broken off by {type(error).__name__} {when}"
-            raise
-
-
-class Supply:
-    """Deals out a stream in batches, and knows which step has which.
-
-    Parameters
-    ----------
-    definition : Definition
-        Its data is a stream.
-    surroundings : context manager
-        Inside, generators and threads are the run's. Re-entrant.
+class Dealer(Protocol):
+    """Where a supply's batches come from.
 
     Attributes
     ----------
@@ -182,22 +33,45 @@ class Supply:
         That of the next batch, or of the last one.
     """
 
-    def __init__(self, definition: Definition, surroundings: AbstractContextManager[Any]) -> None:
-        assert definition.stream is not None
-        self._definition, self._stream, self._surroundings = definition, definition.stream, surroundings
-        self._reading: Reading | None = None
-        self.epoch = 0
-        self._before = 0  # samples read in earlier epochs
-        self._given = 0  # samples that left the buffer, in all epochs
-        self._buffer: list[Item] = []
-        self._ready: deque[Item] = deque()
-        self._drawn: list[Item] = []
-        self._batch: Drawn | None = None  # what was drawn last
-        self._step = -1  # the step that has it
-        self._over = False  # whether the epoch ends with what was drawn
-        self._marks: deque[Mark] = deque([BEGINNING], MARKS)
+    epoch: int
 
-    def draw(self, step: int) -> Drawn:
+    def next(self) -> Drawn | Dealing:
+        """The next batch. On several hosts each process reads its part of it, and hears of the others'."""
+        ...
+
+    def state(self, waiting: Drawn | Dealing | None) -> dict[str, Any]:
+        """The position in plain values; ``waiting``: a batch that was dealt, of a step that is not done."""
+        ...
+
+    def go_on(self, state: Mapping[str, Any], shown: Shown, *, anyway: bool) -> int:
+        """Begin at an earlier run's position; returns how many samples that run had dealt."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is read."""
+        ...
+
+
+class Supply:
+    """Deals out a stream in batches, and knows which step has which.
+
+    Parameters
+    ----------
+    dealer : Dealer
+    surroundings : context manager
+        Inside, generators and threads are the run's. Re-entrant.
+    ended : callable
+        Called when nothing is read any more.
+    """
+
+    def __init__(
+        self, dealer: Dealer, surroundings: AbstractContextManager[Any], ended: Callable[[], object] = bool
+    ) -> None:
+        self._dealer, self._surroundings, self._ended = dealer, surroundings, ended
+        self._batch: Drawn | Dealing | None = None  # what was drawn last
+        self._step = -1  # the step that has it
+
+    def draw(self, step: int) -> Drawn | Dealing:
         """The samples of a step: the same ones until it is done and a later step is asked for.
 
         Raises
@@ -211,12 +85,18 @@ class Supply:
         if batch is None or self._step < step:
             self._batch = None
             try:
-                batch = self._batch = self._next()
+                with self._surroundings:
+                    batch = self._batch = self._dealer.next()
             except WorkerError as error:
                 error.step = step
                 raise
         self._step = step
         return batch
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """The batch that was drawn last, as all processes know it."""
+        return self._batch.drawn if isinstance(self._batch, Dealing) else self._batch
 
     def postpone(self, step: int) -> None:
         """The caller brings a batch for this step, so the batch that was drawn for it goes to the next one."""
@@ -225,22 +105,12 @@ class Supply:
 
     def epochs(self, steps: int) -> int:
         """How many epochs are over after so many steps."""
-        batch = self._batch
-        return self.epoch + (batch is not None and batch.last and not self._pending(steps))
+        drawn = self.drawn
+        return self._dealer.epoch + (drawn is not None and drawn.last and not self._pending(steps))
 
     def state(self, steps: int) -> dict[str, Any]:
         """The stream's position after so many steps, in plain values."""
-        waiting = self._drawn if self._pending(steps) else []
-        if self._reading is None or (self._over and not waiting):
-            return {"epoch": self.epoch + self._over, "before": self._total, "given": self._given, "read": 0}
-        ready = [number for number, *_ in [*waiting, *self._ready]]
-        slots = [number for number, *_ in self._buffer]
-        first = min([*ready, *slots, max(0, self._reading.number - 1)])
-        mark = next((mark for mark in reversed(self._marks) if mark.number <= first), BEGINNING)
-        return {
-            "epoch": self.epoch, "before": self._before, "given": self._given, "read": self._reading.number,
-            "ready": ready, "slots": slots, "hash": self._reading.hash, "mark": list(mark),
-        }  # fmt: skip
+        return self._dealer.state(self._batch if self._pending(steps) else None)
 
     @taking_over("the place in the stream")
     def go_on(self, state: Mapping[str, Any], shown: Shown, *, anyway: bool = False) -> int:
@@ -261,135 +131,104 @@ class Supply:
         SnapshotError
             ``state`` is not that of a stream.
         """
-        check_like(state, {**LIKE, **(WAITING if state and state.get("read") else {})}, STATE)
-        self.epoch, self._before, read = state["epoch"], state["before"], state["read"]
-        ready, slots = state.get("ready", []), state.get("slots", [])
-        waiting = sorted([*ready, *slots])
-        once = len(set(waiting)) == len(waiting) and all(0 <= number < read for number in waiting)
-        if state["given"] != self._before + read - len(slots) or not once:
-            raise ValueError(f"{STATE} has {waiting} waiting, of {read} samples that were read")
-        epochs = self._definition.epochs
-        if epochs is not None and self.epoch > epochs:
-            raise UsageError(f"epochs is {epochs}, but the run that is resumed has done {self.epoch}; raise epochs")
-        if read:
-            with self._surroundings:
-                self._read_again(state, shown, anyway=anyway)
-        self._given = self._total - len(self._buffer)
-        return self._given - len(self._ready)
+        with self._surroundings:
+            return self._dealer.go_on(state, shown, anyway=anyway)
 
     def close(self) -> None:
         """Let go of the iterable."""
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            with self._surroundings:
-                reading.close()
-
-    @property
-    def _total(self) -> int:
-        return self._before + (0 if self._reading is None else self._reading.number)
+        with self._surroundings:
+            self._dealer.close()
+        self._ended()
 
     def _pending(self, step: int) -> bool:
         """Whether the batch that was drawn is of a step that is not done."""
         return self._batch is not None and self._step >= step
 
-    def _next(self) -> Drawn:
+
+class Whole:
+    """Deals what one reader reads, batch after batch. Implements ``Dealer``.
+
+    Parameters
+    ----------
+    definition : Definition
+    opened : callable
+    """
+
+    def __init__(self, definition: Definition, opened: Opened) -> None:
+        self._definition, self._opened = definition, opened
+        self._line: Line | None = None
+        self.epoch = 0
+        self._before = 0  # samples read in earlier epochs
+        self._given = 0  # samples that left the buffer in them
+        self._over = False  # whether the epoch ends with what was drawn
+        self._drawn: list[Item] = []
+
+    def next(self) -> Drawn:
         """Read on, and deal out the next batch."""
         size = self._definition.global_batch
         least = size if self._definition.drop_last else 1
         self._drawn = []
-        with self._surroundings:
-            reading = self._begun()
-            self._mark(reading)
-            self._fill(reading, size + least)
-        if len(self._ready) < least:
-            raise self._too_few(reading, least)
-        self._drawn = items = [self._ready.popleft() for _ in range(min(size, len(self._ready)))]
-        self._over = len(self._ready) < least
+        line = self._begun()
+        line.mark()
+        if line.fill(size + least) < least:
+            raise self._too_few(line, least)
+        self._drawn = items = [line.ready.popleft() for _ in range(min(size, len(line.ready)))]
+        self._over = len(line.ready) < least
         digest = hashlib.sha256(b"".join(bytes.fromhex(item[2]) for item in items)).hexdigest()
         return Drawn(self.epoch, tuple(item[0] for item in items), [item[1] for item in items], digest, self._over)
 
-    def _read_again(self, state: Mapping[str, Any], shown: Shown, *, anyway: bool) -> None:
-        """Read up to where an earlier run was, from a mark that leads to the same samples."""
-        marks = [Mark(*state["mark"]), BEGINNING] if state["mark"][0] else [BEGINNING]
-        for mark in marks:
-            with contextlib.suppress(*([WorkerError] if mark.number else [])):  # a state of another version, say
-                self._read_from(mark, state, shown)
-            if self._reading is not None and self._reading.hash == state["hash"]:
-                if mark is not marks[0]:
-                    checks.warn(
-                        "the stream's state led to other samples than those that the earlier run had read (a shuffle "
-                        "buffer of its own, say), so those of the epoch were read again from its beginning; the buffer "
-                        "of phalanx.Stream(..., shuffle_buffer=n) is kept exactly"
-                    )
-                return
-        why = f"first {state['read']} samples of epoch {self.epoch} are not those that the earlier run had read"
-        if not anyway:
-            raise UsageError(
-                f"the stream's {why}; make_iterable must yield the same samples each time: sort what file systems "
-                "list, and draw random numbers from global generators, which are seeded before each call and each "
-                "sample. resume='anyway' (--resume anyway) goes on all the same"
-            )
-        checks.warn(f"the stream's {why}; going on all the same")
+    def state(self, waiting: Any) -> dict[str, Any]:
+        drawn = self._drawn if waiting is not None else []
+        if self._line is None or (self._over and not drawn):
+            return {"epoch": self.epoch + self._over, "before": self._total, "given": self._total_given, "read": 0}
+        place = {"epoch": self.epoch, "before": self._before, "given": self._total_given}
+        return {**place, **self._line.state(drawn)}
 
-    def _read_from(self, mark: Mark, state: Mapping[str, Any], shown: Shown) -> None:
-        """Read an epoch from a mark up to where an earlier run was; keep the samples that waited there."""
-        reading, waiting, items = self._opened(mark), {*state["ready"], *state["slots"]}, dict[int, Item]()
-        for number in shown(range(mark.number, state["read"]), "phalanx: reading samples again"):
-            sample = reading.next()
-            if reading.ended:
-                break
-            if number in waiting:
-                items[number] = number, sample, reading.hash
-        self._ready = deque(items[number] for number in state["ready"] if number in items)
-        self._buffer = [items[number] for number in state["slots"] if number in items]
-        self._over = reading.ended and not items  # the epoch has fewer samples than it had
+    def go_on(self, state: Mapping[str, Any], shown: Shown, *, anyway: bool) -> int:
+        check_like(state, {**PLACE, **(LIKE if state and state.get("read") else {})}, STATE)
+        self.epoch, self._before, read = state["epoch"], state["before"], state["read"]
+        slots = state.get("slots", [])
+        if state["given"] != self._before + read - len(slots):
+            raise ValueError(f"{STATE} has {len(slots)} samples waiting, of {read} that were read")
+        check_epoch(self._definition, self.epoch)
+        self._given = self._before
+        if not read:
+            return self._given
+        self._line = line = self._lined()
+        if not line.go_on(state, shown):
+            refuse(f"first {read} samples of epoch {self.epoch}", anyway=anyway)
+            self._over = line.reading.ended and not (line.ready or line.held)  # the epoch has fewer than it had
+        line.given = self._total - line.held
+        return line.given - len(line.ready)
 
-    def _begun(self) -> Reading:
-        """The current reading; begins an epoch if there is none, or if the last one is over."""
-        last = self._reading
-        if last is not None and not self._over:
-            return last
-        self._before = self._total
-        self.epoch, self._over = self.epoch + self._over, False
-        reading = self._opened(BEGINNING)
-        if last is not None and reading.iterator is last.iterable:
-            raise UsageError(
-                f"make_iterable returned the same {type(last.iterable).__name__} again for epoch {self.epoch}; each "
-                "epoch reads an iterable from its beginning, so make a new one in each call"
-            )
-        return reading
+    def close(self) -> None:
+        """Let go of the iterable."""
+        if self._line is not None:
+            self._line.close()
 
-    def _opened(self, mark: Mark) -> Reading:
-        """Let go of the last reading, and begin one of the present epoch at a mark; no sample waits then."""
-        self.close()
-        self._ready, self._buffer, self._marks = deque(), [], deque([mark], MARKS)
-        self._reading = Reading(self._definition, self._stream, self.epoch, self._before, mark)
-        return self._reading
+    @property
+    def _total(self) -> int:
+        return self._before + (0 if self._line is None else self._line.reading.number)
 
-    def _mark(self, reading: Reading) -> None:
-        """Now and then, mark where the iterable is; the oldest marks are dropped."""
-        if reading.number - self._marks[-1].number < max(self._definition.global_batch, self._stream.shuffle_buffer):
-            return
-        mark = reading.mark()
-        if mark is not None:
-            self._marks.append(mark)
+    @property
+    def _total_given(self) -> int:
+        return self._given if self._line is None else self._line.given
 
-    def _fill(self, reading: Reading, count: int) -> None:
-        """Read until ``count`` samples are ready, or the epoch has no more."""
-        most = max(1, self._stream.shuffle_buffer)
-        while len(self._ready) < count:
-            while not reading.ended and len(self._buffer) < most:
-                sample = reading.next()
-                if not reading.ended:
-                    self._buffer.append((reading.number - 1, sample, reading.hash))
-            if not self._buffer:
-                return
-            slot = buffer_slot(self._definition.seed, self._given, len(self._buffer))
-            self._buffer[slot], self._buffer[-1] = self._buffer[-1], self._buffer[slot]
-            self._ready.append(self._buffer.pop())
-            self._given += 1
+    def _lined(self) -> Line:
+        which = Pass(self.epoch, self._before)
+        return Line(self._definition, functools.partial(self._opened, which), self._definition.seed, self._given)
 
-    def _too_few(self, reading: Reading, least: int) -> UsageError:
+    def _begun(self) -> Line:
+        """The current line; begins an epoch if there is none, or if the last one is over."""
+        if self._line is None or self._over:
+            self._before, self._given = self._total, self._total_given
+            self.epoch, self._over = self.epoch + self._over, False
+            self.close()
+            self._line = None
+            self._line = self._lined().begin()
+        return self._line
+
+    def _too_few(self, line: Line, least: int) -> UsageError:
         if least == 1:
             return UsageError(
                 f"the stream has no samples in epoch {self.epoch}: what make_iterable returned yielded nothing; it is "
@@ -397,7 +236,7 @@ class Supply:
             )
         return UsageError(
             f"drop_last is True and a batch has {least} samples, but epoch {self.epoch} of the stream has "
-            f"{reading.number}: every batch would be dropped; lower batch_size, or set drop_last=False"
+            f"{line.reading.number}: every batch would be dropped; lower batch_size, or set drop_last=False"
         )
 
 
@@ -407,6 +246,8 @@ def supplied(
     shown: Shown = lambda numbers, _: numbers,
     *,
     anyway: bool = False,
+    apart: bool = False,
+    opener: Opener | None = None,
 ) -> Supply:
     """The supply of a run whose data is a stream; it goes on where an earlier run was, and the run's state has it.
 
@@ -416,9 +257,18 @@ def supplied(
     engine : Engine
         The run's.
     shown, anyway
-        As ``Supply`` and its ``go_on`` take them.
+        As ``Supply.go_on`` takes them.
+    apart : bool
+        Whether other processes compute replicas, and read for these.
+    opener : Opener, optional
+        What reads the stream, in place of this process.
     """
-    progress, seen, supply = engine.progress, engine.seen, Supply(definition, engine.reading)
+    progress, seen, stream = engine.progress, engine.seen, definition.stream
+    assert stream is not None
+    opener = opener or Readings(definition)
+    facts = definition, opener.opened
+    dealer = Sharded(*facts, engine.reading, apart=apart) if stream.shards else Whole(*facts)
+    supply = Supply(dealer, engine.reading, opener.close)
     state = seen.take(STATE)
     if state is not None or (progress.resumed_from is not None and not anyway):
         dealt = supply.go_on(state or {}, shown, anyway=anyway)
@@ -426,13 +276,3 @@ def supplied(
             raise SnapshotError(f"{STATE} in the snapshot has dealt {dealt} samples, of {progress.samples}")
     seen.keep(STATE, lambda: supply.state(progress.steps))
     return supply
-
-
-def _restored(carrier: Any, state: Any) -> tuple[Any, str]:
-    """Give an iterable its state, if there is one; returns it, and the method that tells it. None: it has no such."""
-    for take, give in PROTOCOLS:
-        if callable(getattr(carrier, take, None)) and callable(getattr(carrier, give, None)):
-            if state is not None:
-                getattr(carrier, give)(copy.deepcopy(state))
-            return carrier, take
-    return None, ""

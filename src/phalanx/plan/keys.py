@@ -27,6 +27,7 @@ BUFFER_STREAM: Final = 9
 DRAW_STREAM: Final = 10
 SAMPLER_STREAM: Final = 11
 LOSS_STREAM: Final = 12
+SHARD_STREAM: Final = 13
 PHASE: Final = 1 << 8  # from the stream of one phase of a step to that of the next
 
 
@@ -43,6 +44,11 @@ def loss_key(seed: int, step: int, phase: int = 0) -> int:
 def stream_sample_key(seed: int, number: int) -> int:
     """Key for reading a sample of a stream; ``number`` counts through all epochs, as for a dataset read in order."""
     return key(seed, SAMPLE_STREAM, number)
+
+
+def shard_seed(seed: int, epoch: int, shard: int, shards: int) -> int:
+    """The seed of one of a stream's logical readers in an epoch, from which its other keys follow."""
+    return key(seed, SHARD_STREAM, epoch * shards + shard)
 
 
 def iterable_key(seed: int, epoch: int) -> int:

@@ -126,7 +126,10 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         return merged(reports, self.definition) if whole else reports[0]
 
     def _updated(self, ahead: int) -> StepReport:
-        batch = None if self._supply is None else self._supply.draw(self.step)
+        batch = None
+        if self._supply is not None:
+            self._supply.draw(self.step)
+            batch = self._supply.drawn
         report = self._engine.advance(batch, ahead)
         if batch is not None:
             self.brought, report = brought_as(batch), report._replace(epoch=batch.epoch)

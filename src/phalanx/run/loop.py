@@ -200,12 +200,14 @@ class Loop:
         """Do the updates of a step."""
         epoch, outer = None, (CURRENT.step, CURRENT.epoch)  # of a run whose code does this one
         try:
-            if self._supply is not None and batch is None:
+            drawn = self._supply is not None and batch is None
+            if self._supply is not None and drawn:
                 batch = self._supply.draw(self.steps)
-                epoch = batch.epoch
             elif self._supply is not None:
                 self._supply.postpone(self.steps)
             report = self._advanced(batch, self.steps + 1 if watched or batch is not None else self._horizon())
+            if self._supply is not None and drawn and (batch := self._supply.drawn) is not None:
+                epoch = batch.epoch
         except PhalanxError as error:
             error.recipe, error.batch = self._definition, batch
             error.phase = self._definition.rounds.at(len(self._progress.loss_history)).name

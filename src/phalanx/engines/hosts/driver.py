@@ -24,6 +24,7 @@ from phalanx.definition.described import shared
 from phalanx.definition.fields import Definition
 from phalanx.definition.metrics import Metrics
 from phalanx.definition.plain import hashed
+from phalanx.definition.shards import Dealing, Head
 from phalanx.engines.changing import Changing
 from phalanx.engines.hosts.members import CLOSED, DONE, LEAVES, Farewell
 from phalanx.engines.hosts.world import World
@@ -98,8 +99,8 @@ class Distributed(Changing[Processes]):
 
     def _on_this_host(self) -> Processes:
         definition, framework, world = self._definition, self._framework, self._world
-        blocks, placements = hosts(definition.replicas, world.size, self._on_each)
-        rendezvous = world.rendezvous(blocks)
+        self._blocks, placements = hosts(definition.replicas, world.size, self._on_each)
+        rendezvous = world.rendezvous(self._blocks)
         placement = dataclasses.replace(placements[world.rank], copies=bool(framework.sharing.devices))
         facts = definition, framework, placement, self._records, self._deadline, rendezvous
         return Processes(*facts, readers=self._readers, alarm=world.members.news)
@@ -114,7 +115,8 @@ class Distributed(Changing[Processes]):
             self._leave(*Farewell.after(error), step)
             raise
         self._recent.append(report)
-        self._last = isinstance(batch, Drawn) and batch.last and batch.epoch + 1 == self._definition.epochs
+        drawn = batch.drawn if isinstance(batch, Dealing) else batch
+        self._last = isinstance(drawn, Drawn) and drawn.last and drawn.epoch + 1 == self._definition.epochs
         self._stuck = 0
         self._note_dropped()
         return report
@@ -124,9 +126,23 @@ class Distributed(Changing[Processes]):
             return self.progress.unseen.popleft()
         # Who comes interrupts a step, so each step is interrupted once at most.
         self._world.members.open = not self._stuck and not self.progress.between_phases
-        if batch is not None:
+        if isinstance(batch, Dealing):
+            batch = self._dealt(batch)
+        elif batch is not None:
             self._check_batch(step, batch)
         return self.engine.advance(batch, horizon)
+
+    def _dealt(self, dealing: Dealing) -> Drawn:
+        """Read what this process's replicas need of a step, and hear how much the others have."""
+        rank = self._world.rank
+        mine, tensors = kept({str(replica): list(head) for replica, head in dealing.read(self._blocks[rank]).items()})
+        told = self._world.told(packed(Captured({}, tensors, {}), {CALLBACKS: mine}))
+        heads = dict[int, Head]()
+        for block, content in zip(self._blocks, told, strict=True):
+            captured, history = unpacked(content)
+            theirs = states_in(history, captured.training)
+            heads |= {replica: Head.checked(theirs[str(replica)]) for replica in block}
+        return dealing.settle(heads)
 
     def evaluate(self, metrics: Metrics, data: Any, batch_size: int, weights: Weights | None = None) -> list[Any]:
         return self._retry(lambda: self.engine.evaluate(metrics, data, batch_size, weights))

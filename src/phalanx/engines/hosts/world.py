@@ -389,6 +389,16 @@ class World:
         differing = np.flatnonzero((rows != rows[0]).any(1))
         return int(differing[0]) if len(differing) else None
 
+    def told(self, content: bytes) -> list[bytes]:
+        """What all members say, in the order of their ranks; each may say as much as it likes."""
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self._met.gather(sizes.view(torch.uint8), torch.tensor([len(content)]).view(torch.uint8))
+        room = int(sizes.max())
+        gathered = torch.empty(self.size * room, dtype=torch.uint8)
+        self._met.gather(gathered, torch.frombuffer(bytearray(content.ljust(room)), dtype=torch.uint8))
+        rows = gathered.numpy().reshape(self.size, room)
+        return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
+
     def failed(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Before the first step: let others know why this process leaves, before they miss it."""
         way, why = Farewell.after(error)

@@ -166,6 +166,12 @@ class DriverChannel:
         with self._sending:
             self._connection.send_bytes(message)
 
+    def send(self, content: bytes) -> None:
+        """Send bytes as they are."""
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(self._connection.fileno(), rest) :]
+
     def received(self) -> bytes:
         """A message from the caller."""
         return self._connection.recv_bytes()

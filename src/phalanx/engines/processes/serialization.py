@@ -88,7 +88,7 @@ class Packer(cloudpickle.Pickler):
             make, arguments = plain
             # cloudpickle 3.1.3 leaves out the file's name, which errors and warnings in workers have to show.
             return make, tuple(obj.co_filename if item == NAMELESS else item for item in arguments)
-        if isinstance(obj, (type, FunctionType)):
+        if isinstance(obj, (type, FunctionType)) and obj.__module__:  # exec makes functions that have none
             self._consider(obj.__module__)
         elif isinstance(obj, ModuleType):
             self._consider(obj.__name__)

@@ -1,0 +1,140 @@
+"""What a process does that reads shards of a stream ahead.
+
+It reads the shards that the caller opens in it, those first of which the least is on its way. A thread sends what was
+read, so that the next samples are read meanwhile. What cannot be read or sent here, the caller reads itself: an error
+is raised there, and the answer is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import select
+import signal
+import threading
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.definition.fields import Definition, unpacked
+from phalanx.definition.passes import Mark, Pass, Reading, Readings, apart
+from phalanx.engines.processes.messages import DriverChannel
+from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack
+from phalanx.frameworks.registry import reading, reduced_sample, starting
+from phalanx.shared.memory import Memory
+from phalanx.surroundings.presence import CURRENT
+
+OPEN, TOOK, CLOSE = "open", "took", "close"  # what the caller says
+SAMPLE, MARK, ENDED, LEFT, SAID = "sample", "mark", "ended", "left", "said"  # what it hears
+HEADER = 8  # bytes of a message's length
+AHEAD = 64  # samples of a shard that are on their way
+AHEAD_BYTES = 64 << 20  # of all shards of a process; one sample of each may always be
+
+
+class Ahead:
+    """A shard that is read ahead.
+
+    Parameters
+    ----------
+    which : Pass
+    mark : Mark
+        Where to begin.
+    number : int
+        The first sample that the caller has not got.
+    """
+
+    def __init__(self, which: Pass, mark: Mark, number: int) -> None:
+        self.which, self.mark, self.number = which, mark, number
+        self.reading: Reading | None = None
+        self.sizes = deque[int]()  # of the samples that are on their way
+        self.over = False
+
+
+def live(channel: int, memories: Sequence[int], number: int) -> None:
+    """Read shards for the caller until it closes the channel."""
+    caller = DriverChannel(channel)
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the caller's
+    environment_memory, recipe_memory = (Memory(0, fd) for fd in memories)
+    environment = unpack(environment_memory)
+    adopt_environment(environment)
+    with starting(environment["threads"]):
+        definition = unpacked(unpack(recipe_memory))
+    surroundings, _ = reading(environment["framework"], definition)
+    with surroundings, contextlib.suppress(EOFError, OSError):
+        _Reader(caller, definition, channel).run()
+
+
+class _Reader:
+    def __init__(self, caller: DriverChannel, definition: Definition, channel: int) -> None:
+        self._caller, self._definition = caller, definition
+        self._readings, self._apart = Readings(definition), apart(definition)
+        self._shards = dict[int, Ahead]()
+        self._poller = select.poll()
+        self._poller.register(channel, select.POLLIN)
+        self._sent = queue.SimpleQueue[Any]()
+        warnings.showwarning = lambda message, category, file, line, *_: self._say(
+            0, SAID, str(message), category, file, line
+        )
+        threading.Thread(target=self._send, daemon=True).start()
+
+    def run(self) -> None:
+        """Read until the caller is gone."""
+        while True:
+            due = self._due()
+            while self._poller.poll(0 if due else None):
+                self._hear(*pickle.loads(self._caller.received()))  # noqa: S301  from the process that started this one
+                due = self._due()
+            if due:
+                self._read(*due)
+
+    def _hear(self, kind: str, key: int, *facts: Any) -> None:
+        if kind == OPEN:
+            self._shards[key] = Ahead(*facts)
+        elif kind == CLOSE:
+            shard = self._shards.pop(key, None)
+            if shard is not None and shard.reading is not None:
+                shard.reading.close()
+        elif key in self._shards:
+            sizes = self._shards[key].sizes
+            for _ in range(min(len(sizes), *facts)):  # some may have come from the process that this one replaces
+                sizes.popleft()
+
+    def _due(self) -> tuple[int, Ahead] | None:
+        """The shard to read a sample of now."""
+        bytes_ahead = sum(sum(shard.sizes) for shard in self._shards.values())
+        most = AHEAD if bytes_ahead < AHEAD_BYTES else 1
+        due = [(len(shard.sizes), key) for key, shard in self._shards.items() if not shard.over]
+        least, key = min(due, default=(AHEAD, 0))
+        return (key, self._shards[key]) if least < most else None
+
+    def _read(self, key: int, shard: Ahead) -> None:
+        CURRENT.step, CURRENT.epoch = None, shard.which.epoch
+        try:
+            if shard.reading is None:
+                shard.reading = self._readings.opened(shard.which, shard.mark)
+            at = shard.reading
+            sample = at.next()
+            if at.ended:
+                shard.over = True
+                self._say(key, ENDED)
+            elif at.number > shard.number:  # the caller has those before
+                shard.sizes.append(self._say(key, SAMPLE, at.hash, sample))
+            if not at.ended and at.number - shard.mark.number >= self._apart and (mark := at.mark()) is not None:
+                shard.mark = mark
+                self._say(key, MARK, *mark)
+        except Exception:  # it is raised again where the caller reads it
+            shard.over = True
+            self._say(key, LEFT)
+
+    def _say(self, key: int, kind: str, *facts: Any) -> int:
+        pieces = pieces_of((key, kind, facts), reduced_sample)
+        content = b"".join(pieces)
+        self._sent.put(len(content).to_bytes(HEADER, "little") + content)
+        return len(content)
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):  # the caller is gone
+            while True:
+                self._caller.send(self._sent.get())
