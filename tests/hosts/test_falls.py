@@ -43,9 +43,16 @@ def slow(output, target):
     time.sleep(0.2)
     return (output.argmax(1) == target).float().mean()
 recipe = FAMILIES["conv_norm"].recipe(%d, steps=%d)
+columns = recipe.data
+def rows(shard, shards):
+    with open(os.path.join(folder, "read-" + os.environ["RANK"]), "ab", buffering=0) as file:
+        for at in range(int(shard), 24, shards):
+            file.write(b".")
+            yield tuple(column[at %% len(column)] for column in columns)
 if options.pop("stream", False):
-    columns = recipe.data
     recipe = recipe.replace(data=phalanx.Stream(lambda: zip(*columns, strict=True)))
+if options.pop("shards", False):
+    recipe = recipe.replace(data=phalanx.Stream(rows, 2, shards=12))
 if options.pop("plant", False):
     from phalanx.engines.hosts.driver import Distributed
     share = Distributed._share
@@ -69,12 +76,18 @@ except phalanx.PhalanxError as error:
 
 
 @functools.cache
-def wanted(stream=False):
+def wanted(kind=""):
     """Losses and digest of one process."""
     recipe = FAMILIES["conv_norm"].recipe(REPLICAS, steps=STEPS)
-    if stream:
-        columns = recipe.data
+    columns = recipe.data
+    if kind == "stream":
         recipe = recipe.replace(data=phalanx.Stream(lambda: zip(*columns, strict=True)))
+    if kind == "shards":
+
+        def rows(shard, shards):
+            return (tuple(column[at % len(column)] for column in columns) for at in range(int(shard), 24, shards))
+
+        recipe = recipe.replace(data=phalanx.Stream(rows, 2, shards=12))
     result = recipe.train(engine="inline")
     return result.digest, result.loss_history
 
@@ -112,7 +125,7 @@ class Hosts:
     def __init__(self, network, folder, pause=0.03, size=3, **options):
         self.network, self.folder = network, folder
         self.command = [sys.executable, "-c", JOB, str(folder), json.dumps(options), str(pause)]
-        self.wanted = wanted(stream=options.get("stream", False))
+        self.wanted = wanted(next((kind for kind in ("stream", "shards") if options.get(kind)), ""))
         self.world = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(size)}
         self.processes = [self.begin(number) for number in range(size)]
 

@@ -130,3 +130,47 @@ def recipe(make_iterable=generate, *, buffer=0, size=None, replicas=3, **changes
     if "steps" not in changes:
         given["epochs"] = 3
     return phalanx.Recipe(model, phalanx.Stream(make_iterable, buffer, size), **(given | changes))
+
+
+SIZES = (7, 3, 9, 4, 5, 8)  # samples of each shard
+
+
+def rows_of(shard, shards):
+    """The samples of one of several readers, each moved by what global generators draw."""
+    for number in range(SIZES[shard]):
+        yield sample(100 * shard + number + 1000 * shard.epoch)
+
+
+def mixed_rows_of(shard, shards):
+    """The same in an order that is drawn for each epoch and shard."""
+    numbers = list(range(SIZES[shard]))
+    random.shuffle(numbers)
+    return (sample(100 * shard + number) for number in numbers)
+
+
+class KnowsShard:
+    """One of several readers, which tells its place."""
+
+    def __init__(self, shard, shards):
+        self.shard, self.place = int(shard), 0
+
+    def state_dict(self):
+        return {"place": self.place, "ones": torch.ones(2)}
+
+    def load_state_dict(self, state):
+        assert torch.equal(state["ones"], torch.ones(2))
+        self.place = state["place"]
+
+    def __iter__(self):
+        while self.place < SIZES[self.shard]:
+            self.place += 1
+            count()
+            yield sample(100 * self.shard + self.place - 1)
+
+
+def sharded(make_iterable=rows_of, shards=5, *, buffer=0, size=None, replicas=4, **changes):
+    """A recipe over shards; three epochs where nothing else is said."""
+    given = {"batch_size": BATCH, "replicas": replicas, "loss_fn": torch.nn.functional.cross_entropy}
+    if "steps" not in changes:
+        given["epochs"] = 3
+    return phalanx.Recipe(model, phalanx.Stream(make_iterable, buffer, size, shards), **(given | changes))

@@ -138,9 +138,11 @@ def test_readers_of_a_stream_are_warned_of():
 
 def test_a_snapshot_without_a_place(tmp_path):
     """A snapshot that says nothing sensible of the stream is a SnapshotError."""
-    from phalanx.definition.streams import Supply
+    from phalanx.definition.passes import Readings
+    from phalanx.definition.streams import Supply, Whole
 
-    supply = Supply(recipe(), contextlib.nullcontext())
+    made = recipe()
+    supply = Supply(Whole(made, Readings(made).opened), contextlib.nullcontext())
     for state in ({}, {"epoch": 0, "before": 0, "given": 0, "read": 3}, {"epoch": None}, {"epoch": 0, "before": []}):
         with pytest.raises(phalanx.SnapshotError, match="the place in the stream in the snapshot does not fit"):
             supply.go_on(state, anyway=False, shown=lambda numbers, _: numbers)

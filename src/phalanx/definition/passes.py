@@ -380,10 +380,11 @@ class Line:
 
 
 def apart(definition: Definition) -> int:
-    """How many samples of a pass lie between two marks."""
+    """How many samples of a pass lie between two marks: a batch, or a share of one, and a buffer at least."""
     stream = definition.stream
     assert stream is not None
-    return max(definition.global_batch, stream.shuffle_buffer)
+    size = definition.global_batch
+    return max(-(-size // definition.replicas) if stream.shards else size, stream.shuffle_buffer)
 
 
 def check_waiting(state: Mapping[str, Any]) -> None:

@@ -71,6 +71,7 @@ class Inline:
         RUNS.begin()
         self._memory = weakref.finalize(self, RUNS.end)
         self.environment = self.reading = framework.environment
+        self.framework = framework.name
 
     def advance(self, batch: Any, horizon: int) -> StepReport:
         """Do one step, on a batch that the caller brought or on the next planned one. No step runs ahead.

@@ -199,17 +199,18 @@ class Loop:
     def _updated(self, batch: Any, *, watched: bool) -> StepReport:
         """Do the updates of a step."""
         epoch, outer = None, (CURRENT.step, CURRENT.epoch)  # of a run whose code does this one
+        supply = self._supply if batch is None else None
         try:
-            drawn = self._supply is not None and batch is None
-            if self._supply is not None and drawn:
-                batch = self._supply.draw(self.steps)
+            if supply is not None:
+                batch = supply.draw(self.steps)
             elif self._supply is not None:
                 self._supply.postpone(self.steps)
             report = self._advanced(batch, self.steps + 1 if watched or batch is not None else self._horizon())
-            if self._supply is not None and drawn and (batch := self._supply.drawn) is not None:
+            if supply is not None and (batch := supply.drawn) is not None:
                 epoch = batch.epoch
         except PhalanxError as error:
-            error.recipe, error.batch = self._definition, batch
+            error.recipe = self._definition
+            error.batch = batch if supply is None else supply.drawn
             error.phase = self._definition.rounds.at(len(self._progress.loss_history)).name
             self._tell_incidents()
             for observer in self._observers:

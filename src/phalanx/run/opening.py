@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +22,7 @@ from phalanx.run.loop import Loop
 from phalanx.run.observers import shown, watching
 from phalanx.run.options import Options, check_evaluated, of_run, settle
 from phalanx.run.run import Run
-from phalanx.seams import Engine, Framework
-from phalanx.seams.records import Seen
+from phalanx.seams import Engine
 from phalanx.surroundings import system
 from phalanx.surroundings.turns import Turns
 
@@ -48,21 +47,15 @@ def opened(recipe: Definition, options: Options) -> Run:
         own = _of_this_process(given, world)
         past = ResumeState(recipe, own)
         undo.callback(past.close)
-        frameworks = list[Framework]()
-
-        def begin(framework: Framework) -> Seen:
-            frameworks.append(framework)
-            return past.begin(framework)
-
         engine = open_engine(
-            recipe, own.engine, own.workers, own.devices, own.deadline_seconds, begin, of_run(own, audit),
+            recipe, own.engine, own.workers, own.devices, own.deadline_seconds, past.begin, of_run(own, audit),
             readers=own.readers, functions=functions, world=world, min_hosts=own.min_hosts,
         )  # fmt: skip
         undo.callback(engine.close)
         past.check(engine)
         turn, keeping = Turns(), past.observers()
         observers = [*watching(own, own.callbacks, recipe, turn), *keeping]
-        supply = _supply(recipe, own, engine, frameworks, apart=world is not None)
+        supply = _supply(recipe, own, engine, apart=world is not None)
         undo.callback(supply.close if supply else bool)
         later = None if own is given else _succeed(recipe, given, engine, turn, lambda: run, world)
         loop = Loop(recipe, engine, own.evaluation, observers, supply, past.first_step, own.waiting, later)
@@ -84,9 +77,7 @@ def _of_this_process(given: SimpleNamespace, world: Any) -> SimpleNamespace:
     return SimpleNamespace(**vars(given) | others)
 
 
-def _supply(
-    recipe: Definition, options: SimpleNamespace, engine: Engine, frameworks: Sequence[Framework], *, apart: bool
-) -> Any:
+def _supply(recipe: Definition, options: SimpleNamespace, engine: Engine, *, apart: bool) -> Any:
     """Where samples come from, if the data is a stream."""
     if not recipe.stream:
         return None
@@ -97,9 +88,13 @@ def _supply(
     if shards and options.readers != 0 and system.has_workers():
         from phalanx.engines.shard_readers import readers_of  # it loads the code that starts processes
 
-        opener = readers_of(recipe, frameworks[-1].name, options.readers, engine.workers) or opener
+        opener = readers_of(recipe, engine.framework, options.readers, engine.workers) or opener
     bar = functools.partial(shown, unit="sample", progress=options.progress)  # while it is read again
-    return supplied(recipe, engine, bar, anyway=options.resume == ANYWAY, apart=apart, opener=opener)
+    try:
+        return supplied(recipe, engine, bar, anyway=options.resume == ANYWAY, apart=apart, opener=opener)
+    except BaseException:
+        opener.close()
+        raise
 
 
 def _succeed(

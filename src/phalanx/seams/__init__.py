@@ -377,6 +377,8 @@ class Engine(Protocol):
         W.
     environment : context manager
         Entered around many steps if nobody looks at the state between them.
+    framework : str
+        The name of the recipe's.
     reading : context manager
         Entered around reading a stream in this process: generators and threads are the run's. Re-entrant.
     eval_point : callable
@@ -390,6 +392,7 @@ class Engine(Protocol):
     progress: Progress
     seen: Seen
     workers: int
+    framework: str
     environment: AbstractContextManager[None]
     reading: AbstractContextManager[Any]
     eval_point: Any

@@ -294,7 +294,9 @@ class Members:
         return [rank for rank in late if rank in stopped] if leads else late
 
     def part(self, farewell: Farewell) -> None:
-        """Say how this member leaves, and end the process beside it."""
+        """Say how this member leaves, and end the process beside it; once, whoever says so first."""
+        if self._air.fileno() < 0:
+            return
         with contextlib.suppress(PeersLostError, subprocess.TimeoutExpired):
             for _ in range(2):  # it may have been killed before it read that
                 self._tell({"bye": farewell._asdict()})

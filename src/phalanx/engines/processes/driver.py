@@ -65,7 +65,7 @@ class Processes:
     ) -> None:
         self.options, self.progress, self.seen = records
         self.workers = placement.workers
-        self.reading = framework.environment
+        self.reading, self.framework = framework.environment, framework.name
         self.ended = ""
         self.closed = self.lost = False
         self._copies = placement.copies

@@ -1,0 +1,346 @@
+"""Streams of shards: logical readers decide the order, and nothing else does."""
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import phalanx
+from phalanx.definition import passes
+from phalanx.definition.batches import BatchShares
+from phalanx.definition.passes import Line, Readings
+from phalanx.definition.shards import Part, Sharded
+from phalanx.engines import shard_readers
+from tests.inputs.streaming import SIZES, KnowsShard, mixed_rows_of, rows_of, sample, sharded, yielded
+from tests.state.runs import assert_same
+
+KINDS = {
+    "in order, S no multiple of R": {},
+    "mixed, with a buffer": {"make_iterable": mixed_rows_of, "buffer": 4},
+    "S = R": {"shards": 4},
+    "S = 3 R": {"shards": 6, "replicas": 2},
+    "knows its place, with a buffer": {"make_iterable": KnowsShard, "buffer": 3},
+    "epoch_size": {"make_iterable": KnowsShard, "size": 12},
+    "whole batches only": {"shards": 6, "replicas": 3, "batch_size": 6, "drop_last": True},
+}
+WAYS = [
+    {"engine": "inline", "readers": 1},
+    {"engine": "processes", "workers": 2, "readers": 0},
+    {"engine": "inline", "readers": 3},
+    {"engine": "processes", "workers": 3, "readers": 5},
+]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The shares of each step that is computed in this process: (shard, number) of each sample."""
+    steps, brought = [], BatchShares.brought
+
+    def noting(self, batch):
+        shares = brought(self, batch)
+        count = self._definition.stream.shards
+        steps.append([[(int(n) % count, int(n) // count) for n in share.samples] for share in shares])
+        return shares
+
+    monkeypatch.setattr(BatchShares, "brought", noting)
+    return steps
+
+
+def on_paper(sizes, replicas, batch):
+    """The shares of an epoch, as a person deals them from piles of cards."""
+    piles = [[(shard, number) for number in range(size)] for shard, size in enumerate(sizes)]
+    hands = [[piles[shard] for shard in range(replica, len(sizes), replicas)] for replica in range(replicas)]
+    wanted = [batch // replicas + (replica < batch % replicas) for replica in range(replicas)]
+    steps = []
+    while any(map(any, hands)):
+        step = [[] for _ in hands]
+        for replica, hand in enumerate(hands):
+            while len(step[replica]) < wanted[replica] and any(hand):
+                pile = hand.pop(0)
+                hand.append(pile)
+                step[replica] += [pile.pop(0)] if pile else []
+        steps.append(step)
+    return steps
+
+
+@pytest.mark.parametrize(("shards", "replicas", "batch"), [(5, 4, 8), (5, 4, 6), (6, 2, 5), (4, 4, 4), (6, 1, 7)])
+def test_the_order_is_that_on_paper(seen, shards, replicas, batch):
+    """Each replica takes from its shards in turn; each sample comes once an epoch."""
+    sharded(shards=shards, replicas=replicas, batch_size=batch, epochs=2).train(engine="inline")
+    epoch = on_paper(SIZES[:shards], replicas, batch)
+    assert seen == epoch * 2
+    came = [each for step in epoch for share in step for each in share]
+    assert sorted(came) == [(shard, number) for shard in range(shards) for number in range(SIZES[shard])]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_and_readers_decide_nothing(kind):
+    """The same bits for any number of workers and of processes that read ahead."""
+    made = sharded(**KINDS[kind])
+    expected = made.train(engine="inline")
+    for way in WAYS:
+        if way.get("workers", 1) <= made.replicas:
+            assert_same(made.train(**way), expected)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_anywhere_with_anything(kind, tmp_path):
+    """Resumed after any step with other workers and readers, in the middle of an epoch too; chain included."""
+    made = sharded(**KINDS[kind])
+    expected = made.train(engine="inline", run_dir=tmp_path / "whole")
+    for step in range(1, expected.steps, 2):
+        folder, first, then = tmp_path / str(step), WAYS[step % 2], WAYS[(step // 2) % 3]
+        sharded(**{**KINDS[kind], "steps": step, "epochs": None}).train(run_dir=folder, **first)
+        result = made.train(run_dir=folder, **then)
+        assert_same(result, expected)
+        assert (result.chain, result.resumed_from) == (expected.chain, step)
+
+
+def test_little_is_read_again(tmp_path, monkeypatch):
+    """A reader that tells its place reads on there; the others of an epoch are read from its beginning."""
+    monkeypatch.setitem(globals(), "SIZES", SIZES)
+    monkeypatch.setattr("tests.inputs.streaming.SIZES", (4000, 4000))
+    facts = {"make_iterable": KnowsShard, "shards": 2, "replicas": 2, "buffer": 5, "epochs": None}
+    sharded(**facts, steps=900).train(engine="inline", run_dir=tmp_path)
+    yielded(again=0)
+    sharded(**facts, steps=901).train(engine="inline", run_dir=tmp_path)
+    assert 0 < yielded() < 100
+
+
+def test_a_shuffle_of_its_own_is_seeded_by_shard(seen):
+    """Two shards with the same code are in different orders, and each epoch has another one."""
+    orders = []
+
+    def noting(shard, shards):
+        numbers = torch.randperm(6).tolist()
+        orders.append(tuple(numbers))
+        return map(sample, numbers)
+
+    sharded(noting, shards=3, replicas=3, epochs=3, batch_size=6).train(engine="inline")
+    assert len(orders) == len(set(orders)) == 9
+
+
+def arrival(self, count):
+    """Planted: whichever shard has more samples waiting comes first, as where readers deal by arrival."""
+    items = []
+    while len(items) < count and (ready := [(each, line) for each, line in self._lines if line.fill(1)]):
+        which, line = max(ready, key=lambda pair: (SIZES[pair[0].shard] * 31 + self.dealt) % 7)
+        number, kept, digest = line.ready.popleft()
+        items.append((which.named(number), kept, digest))
+        self.dealt += 1
+    return items
+
+
+def test_dealing_by_arrival_shows(monkeypatch):
+    """The negative twin: if shards came in another order, the digest would be another."""
+    made = sharded(shards=6, replicas=2)
+    expected = made.train(engine="inline").digest
+    monkeypatch.setattr(Part, "take", arrival)
+    assert made.train(engine="inline").digest != expected
+
+
+def late(self):
+    """Planted: the place of the iterable is that after one sample more."""
+    return passes.Mark(self.number, self.hash, {"place": self.iterable.place + 1, "ones": torch.ones(2)})
+
+
+def elsewhere(self, mark, state, shown):
+    """Planted: samples that waited are put into the buffer in another order."""
+    read_from(self, mark, state, shown)
+    self._buffer.reverse()
+
+
+read_from = Line._read_from
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "plant", "noticed"),
+    [(passes.Reading, "mark", late, True), (Line, "_read_from", elsewhere, False)],
+    ids=["a sample late", "the buffer"],
+)
+def test_a_wrong_place_shows(owner, name, plant, noticed, tmp_path, monkeypatch):
+    """The negative twins of resuming: a state one sample late, a buffer filled from the wrong place."""
+    facts = {**KINDS["knows its place, with a buffer"], "epochs": None}
+    expected = sharded(**facts, steps=6).train(engine="inline").digest
+    monkeypatch.setattr(owner, name, plant)
+    sharded(**facts, steps=4).train(engine="inline", run_dir=tmp_path)
+    led = pytest.warns(UserWarning, match="the stream's state led to other samples")
+    with led if noticed else pytest.raises(phalanx.UsageError, match="are not those that the earlier run had read"):
+        digest = sharded(**facts, steps=6).train(engine="inline", run_dir=tmp_path, resume=True).digest
+        assert digest == expected  # all was read again from the beginning
+
+
+class Dying:
+    """A process that reads shard 1 ahead ends at a sample, once for each mark in a folder."""
+
+    def __init__(self, folder, how, times=1):
+        self.folder, self.how, self.times, self.home = str(folder), how, times, os.getpid()
+
+    def __call__(self, shard, shards):
+        for number, row in enumerate(rows_of(shard, shards)):
+            if (int(shard), number) == (1, 2) and os.getpid() != self.home:
+                for time_ in range(self.times):
+                    with contextlib.suppress(FileExistsError):
+                        os.close(os.open(f"{self.folder}/{time_}", os.O_CREAT | os.O_EXCL))
+                        self.strike()
+            yield row
+
+    def strike(self):
+        if self.how is None:
+            time.sleep(1000)
+        os.kill(os.getpid(), self.how)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, None, signal.SIGSTOP], ids=["killed", "hangs", "stopped"])
+def test_a_process_that_reads_is_replaced(how, tmp_path, monkeypatch):
+    """One that is killed, hangs or is stopped is replaced, and the run goes on with the same bits."""
+    monkeypatch.setattr(shard_readers, "HANGING_SECONDS", 1.0)
+    made = sharded(Dying(tmp_path, how), epochs=1)
+    result = made.train(engine="inline", readers=2)
+    assert os.listdir(tmp_path) == ["0"]
+    assert_same(sharded(rows_of, epochs=1).train(engine="inline"), result)
+
+
+def test_processes_that_end_again_and_again_are_given_up(tmp_path):
+    """Then this process reads, with a warning, and the bits are the same."""
+    made = sharded(Dying(tmp_path, signal.SIGKILL, times=1000), epochs=1)
+    with pytest.warns(UserWarning, match="ended 5 times without a sample, so this process reads them"):
+        result = made.train(engine="inline", readers=2)
+    assert_same(sharded(rows_of, epochs=1).train(engine="inline"), result)
+
+
+@pytest.mark.parametrize("readers", [0, 2])
+def test_an_error_of_a_shard_says_where(readers):
+    """It names shard, sample and epoch, and is the same with processes that read ahead."""
+
+    def failing(shard, shards):
+        yield from rows_of(shard, shards)
+        if shard == 2:
+            raise KeyError("no such file")
+
+    with pytest.raises(
+        phalanx.WorkerError, match="KeyError in user code while sample 9 of shard 2 of epoch 0"
+    ) as caught:
+        sharded(failing).train(engine="inline", readers=readers)
+    assert caught.value.samples == (9 * 5 + 2,)
+
+
+def test_what_cannot_travel_is_read_here():
+    """Samples that no other process can send are read where they are computed."""
+
+    def odd(shard, shards):
+        for x, y in rows_of(shard, shards):
+            yield x, y, (each for each in ())  # a generator
+
+    def loss(model, batch):
+        return torch.nn.functional.cross_entropy(
+            model(torch.stack([x for x, *_ in batch])), torch.stack([y for _, y, _ in batch])
+        )
+
+    made = sharded(odd, collate_fn=list, loss_takes="model", loss_fn=loss)
+    assert_same(made.train(engine="inline", readers=2), made.train(engine="inline", readers=0))
+
+
+def takes_nothing():
+    yield sample(0)
+
+
+ITERATOR = map(sample, itertools.count())
+REFUSED = {
+    "fewer shards than replicas": ({"shards": 3}, "shards is 3 and replicas is 4, but each replica takes its samples"),
+    "a batch of less than R": ({"batch_size": 2}, "batch_size is 2 and replicas is 4"),
+    "no arguments": ({"make_iterable": takes_nothing}, r"called as make_iterable\(shard, shards\)"),
+    "no shards": ({"shards": 0}, "shards is 0"),
+    "an epoch_size that is too large": (
+        {"size": 28},
+        "epoch_size is 28, but the shards of replica 1 .* after 3 samples",
+    ),
+    "nothing": ({"make_iterable": lambda shard, shards: iter(())}, "has no samples in epoch 0"),
+    "no whole batch": (
+        {"shards": 6, "batch_size": 24, "drop_last": True},
+        "replica 1 have 3 of the 6 samples|drop_last",
+    ),
+    "one iterator": ({"make_iterable": lambda shard, shards: ITERATOR}, "returned the same map again for shard"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(what):
+    """The sentence names the argument, its value and the way out."""
+    changes, match = REFUSED[what]
+    with pytest.raises(phalanx.UsageError, match=match):
+        sharded(**changes).train(engine="inline")
+
+
+def test_arguments_without_shards():
+    """A function that takes a shard wants shards=."""
+    with pytest.raises(phalanx.UsageError, match=r"one that takes \(shard, shards\) wants Stream"):
+        phalanx.Stream(rows_of)
+
+
+def test_other_shards_are_another_answer(tmp_path):
+    """A run does not go on with another number of shards, whatever one says."""
+    sharded(shards=5, steps=2, epochs=None).train(engine="inline", run_dir=tmp_path)
+    other = sharded(shards=6, steps=4, epochs=None)
+    with pytest.raises(phalanx.UsageError, match="shards=6 here, and a Stream shuffle_buffer=0 shards=5 there"):
+        other.train(engine="inline", run_dir=tmp_path)
+    with pytest.raises(phalanx.UsageError, match="shards=6, and that of the run that is resumed has 5; they decide"):
+        with pytest.warns(UserWarning, match="resume='anyway'"):
+            other.train(engine="inline", run_dir=tmp_path, resume="anyway")
+
+
+def test_other_samples_are_refused(tmp_path):
+    """A resumed run whose shards give other samples says so; "anyway" goes on."""
+    path = tmp_path / "rows"
+
+    def rows(shard, shards):
+        return (sample(100 * shard + number) for number in map(int, path.read_text().split()))
+
+    path.write_text("0 1 2 3 4")
+    sharded(rows, steps=3, epochs=None).train(engine="inline", run_dir=tmp_path / "run")
+    path.write_text("0 2 1 3 4")
+    other = sharded(rows, steps=5, epochs=None)
+    with pytest.raises(phalanx.UsageError, match="of replica 0 in epoch 0 are not those that the earlier run had read"):
+        other.train(engine="inline", run_dir=tmp_path / "run")
+    with pytest.warns(UserWarning, match="not those that the earlier run had read"):
+        other.train(engine="inline", run_dir=tmp_path / "run", resume="anyway")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"epoch": 0, "shards": 5, "given": 3, "parts": [[3, "", None]]},
+        {"epoch": 0, "shards": 5, "given": 0, "parts": [[2, "ab", None]] * 4},
+        {
+            "epoch": 0,
+            "shards": 5,
+            "given": 8,
+            "parts": [[2, "ab", {"dealt": 3, "hash": "", "turn": 0, "lines": []}]] * 4,
+        },
+    ],
+)
+def test_a_snapshot_without_a_place(state):
+    """A snapshot that says nothing sensible of the shards is a SnapshotError."""
+    from phalanx.definition.streams import Supply
+
+    made = sharded()
+    dealer = Sharded(made, Readings(made).opened, contextlib.nullcontext(), apart=False)
+    with pytest.raises(phalanx.SnapshotError, match="the place in the stream in the snapshot does not fit"):
+        Supply(dealer, contextlib.nullcontext()).go_on(state, lambda numbers, _: numbers)
+
+
+def test_a_run_over_shards_is_verified_and_replayed(tmp_path, seen):
+    """Its steps are computed again from a snapshot, and replay has a step's own samples."""
+    made = sharded(KnowsShard, buffer=3)
+    made.train(engine="inline", run_dir=tmp_path, snapshot_every=2)
+    wanted = [list(step) for step in seen]
+    assert phalanx.verify(made, tmp_path).status == 0
+    replayed = [phalanx.replay(made, tmp_path, step=7, replica=replica).samples for replica in range(3)]
+    assert [[(n % 5, n // 5) for n in each] for each in replayed] == wanted[7][:3]
