@@ -23,7 +23,7 @@ import torch
 import phalanx
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "input.md"
-BATCH, WARM, REPLICAS = 32, 12, 4
+BATCH, WARM, REPLICAS, SHARDS = 32, 12, 4, 8
 LOSS = torch.nn.functional.cross_entropy
 
 
@@ -104,11 +104,20 @@ def brought(data, processes, seconds):
         return paced(lambda: run.step(tuple(next(batches))), seconds), None
 
 
-def ahead(workers, replicas):
+def sharded(data):
+    """The same samples as a stream of shards."""
+
+    def rows(shard, shards):
+        return (data[number] for number in range(int(shard), len(data), shards))
+
+    return phalanx.Stream(rows, shards=SHARDS)
+
+
+def ahead(workers, replicas, of=lambda data: data):
     """Runs with so many workers, and readers."""
 
     def measure(data, processes, seconds):
-        recipe = phalanx.Recipe(model, data, LOSS, replicas=replicas, batch_size=BATCH, steps=10**6)
+        recipe = phalanx.Recipe(model, of(data), LOSS, replicas=replicas, batch_size=BATCH, steps=10**6)
         where = {"engine": "processes", "workers": workers} if workers > 1 else {"engine": "inline"}
         with recipe.start(readers=processes, **where) as run:
             digests = []
@@ -129,6 +138,8 @@ COLUMNS = {
     "readers, R=1, W=1": ahead(1, 1),
     "readers, R=4, W=1": ahead(1, REPLICAS),
     "readers, R=4, W=2": ahead(2, REPLICAS),
+    "shards, R=1, W=1": ahead(1, 1, sharded),
+    "shards, R=4, W=1": ahead(1, REPLICAS, sharded),
 }
 
 
@@ -148,7 +159,7 @@ def main():
                 rate, digest = measure(data, processes, options.seconds)
                 found.setdefault((type(data).__name__, processes, name), []).append(rate)
                 if digest is not None:
-                    digests.setdefault((type(data).__name__, "R=1" in name), set()).add(digest)
+                    digests.setdefault((type(data).__name__, name.partition(", W")[0]), set()).add(digest)
     lines = ["| a sample | processes that read | " + " | ".join(COLUMNS) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
     for data, processes in cases:
         kind = type(data).__name__
@@ -161,8 +172,8 @@ def main():
         f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, phalanx "
         f"{phalanx.__version__}; `python benchmarks/input.py --rounds {options.rounds} --seconds {options.seconds}`\n\n"
         "Samples a second, medians of interleaved rounds, a small model, batches of 32; run.step with R = 4. "
-        f"Digests of phalanx's columns over datasets, of one R, {'are equal' if same else 'DIFFER'} after {WARM} "
-        "steps.\n\n"
+        f"Digests of phalanx's columns of one kind of data and one R {'are equal' if same else 'DIFFER'} after {WARM} "
+        "steps, for any number of processes.\n\n"
     )
     text += "\n".join(lines) + "\n"
     print(text)

@@ -23,7 +23,7 @@ from phalanx.engines.processes.driver import beside
 from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.serialization import pack_recipe, unpack_bytes
 from phalanx.engines.processes.starter import WARM
-from phalanx.engines.shard_reading import AHEAD, CLOSE, ENDED, HEADER, LEFT, MARK, OPEN, SAID, SAMPLE, TOOK
+from phalanx.engines.shard_reading import AHEAD, CLOSE, ENDED, HEADER, LEFT, OPEN, SAID, SAMPLES, TOOK
 from phalanx.shared.inputs import HANGING_SECONDS
 from phalanx.shared.memory import Memory, aligned
 from phalanx.surroundings import interrupts
@@ -212,13 +212,14 @@ class ShardReaders:
             self._output.warn(*facts)
         elif (remote := self._open.get(key)) is not None:
             self._failed = 0
-            if kind == SAMPLE:
-                remote.heard += 1
-                remote.queue.append((facts[0], facts[1]))
-            elif kind == MARK:
-                remote.marks.append(Mark(*facts))
-            else:
+            if kind != SAMPLES:
                 remote.over = kind
+                return
+            for running, sample, mark in facts:
+                remote.heard += 1
+                remote.queue.append((running, sample))
+                if mark is not None:
+                    remote.marks.append(mark)
 
     def _begin(self, remote: Remote) -> None:
         """Have its process read a shard, from the last mark that is not beyond what was heard."""

@@ -13,6 +13,7 @@ import queue
 import select
 import signal
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ from phalanx.shared.memory import Memory
 from phalanx.surroundings.presence import CURRENT
 
 OPEN, TOOK, CLOSE = "open", "took", "close"  # what the caller says
-SAMPLE, MARK, ENDED, LEFT, SAID = "sample", "mark", "ended", "left", "said"  # what it hears
+SAMPLES, ENDED, LEFT, SAID = "samples", "ended", "left", "said"  # what it hears
+HELD, HELD_SECONDS = 16, 0.02  # samples of a shard that are sent together, unless one would wait for longer
 HEADER = 8  # bytes of a message's length
 AHEAD = 64  # samples of a shard that are on their way
 AHEAD_BYTES = 64 << 20  # of all shards of a process; one sample of each may always be
@@ -48,6 +50,10 @@ class Ahead:
     def __init__(self, which: Pass, mark: Mark, number: int) -> None:
         self.which, self.mark, self.number = which, mark, number
         self.reading: Reading | None = None
+        self.held = list[
+            tuple[str, Any, Mark | None]
+        ]()  # samples that are read: running hash, itself, a mark behind it
+        self.since = 0.0
         self.sizes = deque[int]()  # of the samples that are on their way
         self.over = False
 
@@ -83,6 +89,9 @@ class _Reader:
         """Read until the caller is gone."""
         while True:
             due = self._due()
+            for key, shard in self._shards.items():
+                if shard.held and (due is None or time.monotonic() - shard.since > HELD_SECONDS):
+                    self._hand(key, shard)
             while self._poller.poll(0 if due else None):
                 self._hear(*pickle.loads(self._caller.received()))  # noqa: S301  from the process that started this one
                 due = self._due()
@@ -105,7 +114,7 @@ class _Reader:
         """The shard to read a sample of now."""
         bytes_ahead = sum(sum(shard.sizes) for shard in self._shards.values())
         most = AHEAD if bytes_ahead < AHEAD_BYTES else 1
-        due = [(len(shard.sizes), key) for key, shard in self._shards.items() if not shard.over]
+        due = [(len(shard.sizes) + len(shard.held), key) for key, shard in self._shards.items() if not shard.over]
         least, key = min(due, default=(AHEAD, 0))
         return (key, self._shards[key]) if least < most else None
 
@@ -116,17 +125,31 @@ class _Reader:
                 shard.reading = self._readings.opened(shard.which, shard.mark)
             at = shard.reading
             sample = at.next()
-            if at.ended:
-                shard.over = True
+            due = not at.ended and at.number - shard.mark.number >= self._apart
+            mark = at.mark() if due else None
+            shard.mark = mark or shard.mark
+            shard.over = at.ended
+            if at.number > shard.number and not at.ended:  # the caller has those before
+                shard.since = shard.since if shard.held else time.monotonic()
+                shard.held.append((at.hash, sample, mark))
+            whole = not (shard.held and (at.ended or len(shard.held) == HELD)) or self._hand(key, shard)
+            if at.ended and whole:
                 self._say(key, ENDED)
-            elif at.number > shard.number:  # the caller has those before
-                shard.sizes.append(self._say(key, SAMPLE, at.hash, sample))
-            if not at.ended and at.number - shard.mark.number >= self._apart and (mark := at.mark()) is not None:
-                shard.mark = mark
-                self._say(key, MARK, *mark)
         except Exception:  # it is raised again where the caller reads it
+            shard.over, shard.held = True, []
+            self._say(key, LEFT)
+
+    def _hand(self, key: int, shard: Ahead) -> bool:
+        """Send the samples that were held; returns whether they can be sent."""
+        held, shard.held = shard.held, []
+        try:
+            size = self._say(key, SAMPLES, *held)
+        except Exception:  # they cannot be sent: the caller reads on here
             shard.over = True
             self._say(key, LEFT)
+            return False
+        shard.sizes.extend([size // len(held)] * len(held))
+        return True
 
     def _say(self, key: int, kind: str, *facts: Any) -> int:
         pieces = pieces_of((key, kind, facts), reduced_sample)
