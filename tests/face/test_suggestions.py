@@ -52,6 +52,10 @@ CASES = [
     ({}, {"find_unused_parameters": True}, "left as it is"),
     ({}, {"sync_batchnorm": True}, "docs/cookbook.md"),
     ({"validation_split": 0.1}, {}, r"cut the data yourself.*phalanx.Evaluation\(metric, data\)"),
+    ({"global_clipnorm": 1.0}, {}, "it is called max_norm"),
+    ({"clipnorm": 1.0}, {}, "norm of all gradients together .*docs/cookbook.md"),
+    ({}, {"validation_freq": 2}, "every_epochs=2"),
+    ({}, {"verbose": 0}, "it is called progress"),
     ({"sampler": None}, {}, "weights=, one number per sample; .* batch_sampler=f"),
 ]
 CLASSES = [

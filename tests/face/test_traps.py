@@ -1,10 +1,6 @@
 """Models, optimizers and data that do what nobody expects: either the bits stay right, or the call is refused."""
 
 import functools
-import importlib.util
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -365,27 +361,6 @@ def test_notes_say_which_call():
     with pytest.raises(phalanx.WorkerError) as caught:
         recipe(Net, data={"image": X, "label": Y}).train()
     assert "pass forward_fn" in "".join(caught.value.__cause__.__notes__)
-
-
-KERAS = """
-import keras, torch, phalanx
-def make_model():
-    keras.utils.clear_session()
-    return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)])
-x, y = torch.ones(32, 6), torch.zeros(32, dtype=torch.int64)
-recipe = phalanx.Recipe(make_model, (x, y), torch.nn.functional.cross_entropy, replicas=4, batch_size=16, steps=4)
-print({recipe.train(engine="inline").digest for _ in range(2)} == {recipe.train(workers=2, engine="processes").digest})
-"""
-
-
-@pytest.mark.long
-def test_keras_counts_its_layers_from_the_beginning(tmp_path):
-    """With the line that docs/trouble.md names, models of Keras on torch have one digest, whichever is made first."""
-    if importlib.util.find_spec("keras") is None:
-        pytest.skip("needs keras")
-    environment = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", KERAS], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "True\n", done.stderr
 
 
 def test_shares_that_nothing_goes_into_are_warned_of():

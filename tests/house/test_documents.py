@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -20,6 +21,7 @@ RUN_ELSEWHERE = ("compare.py",)  # tests/manual runs it, and looks at what it pr
 EXAMPLES = sorted(reading.ROOT.glob("examples/*.py"))
 EXAMPLE_LINES = 60
 SECONDS = 500
+NEEDS = re.compile(r"# needs ([\w, ]+)")  # the first line of a block that runs where these packages are installed
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+) *(?P<language>[\w+-]*).*$")
 
 # Runs each block in a namespace of its own; a traceback shows the document's own line numbers.
@@ -54,6 +56,16 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
             code.append(line.removeprefix(opened["indent"]))
 
 
+def needs(code: str) -> list[str]:
+    """The packages that a block says it needs, beside those that every block may use."""
+    said = NEEDS.match(code)
+    return re.split(r"[, ]+", said[1].strip()) if said else []
+
+
+BLOCKS = {path: list(blocks(path.read_text(encoding="utf-8"))) for path in DOCUMENTS}
+NEEDY = [(path, block) for path, found in BLOCKS.items() for block in found if needs(block[1])]
+
+
 def run(command: list[str], folder: Path, text: str = "") -> None:
     """Run a script in an empty folder with one thread and no screen; fail with all it printed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
@@ -75,9 +87,20 @@ def run(command: list[str], folder: Path, text: str = "") -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_run(document, tmp_path):
     """Every Python block of a document runs as it stands, in a namespace of its own."""
-    found = list(blocks(document.read_text(encoding="utf-8")))
+    found = [block for block in BLOCKS[document] if not needs(block[1])]
     if found:
         run(["-c", RUN_BLOCKS], tmp_path, json.dumps([str(document), found]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("document", "block"), NEEDY, ids=[f"{path.name}:{block[0] + 1}" for path, block in NEEDY])
+def test_blocks_that_need_a_package_run(document, block, tmp_path, monkeypatch):
+    """A block that begins with ``# needs NAME`` runs in a process of its own, where NAME is installed."""
+    for name in needs(block[1]):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))  # Keras writes its settings when it is imported
+    run(["-c", RUN_BLOCKS], tmp_path, json.dumps([str(document), [block]]))
 
 
 @pytest.mark.house
@@ -108,6 +131,14 @@ def test_blocks_are_found():
     """Blocks fenced as python and those that begin with ``# runs`` are found with their lines; others are not."""
     text = "```python\na\n```\n\n```text\nb\n```\n  ```py\n  # runs\n  c\n  ```\n````md\n```python\nd\n```\n````\n"
     assert list(blocks(text)) == [(1, "a\n"), (8, "# runs\nc\n")]
+
+
+@pytest.mark.house
+def test_what_a_block_needs_is_read():
+    """Only the first line of a block says what it needs, and it may name several packages."""
+    assert needs("# needs keras\nimport keras\n") == ["keras"]
+    assert needs("# needs h5py, lmdb\n") == ["h5py", "lmdb"]
+    assert needs("import torch\n# needs keras\n") == []
 
 
 @pytest.mark.house

@@ -192,6 +192,38 @@ def test_flax(tmp_path):
 
 
 @pytest.mark.longest
+def test_flax_nnx(tmp_path):
+    """BatchNorm of nnx writes into variables of its own, where ``merge`` copies them; without that flax refuses."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.norm = nnx.Linear(5, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+            self.last = nnx.Linear(16, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(nnx.relu(self.norm(self.first(x))))
+
+    def make_model(key):
+        return nnx.split(Net(nnx.Rngs(key)), nnx.Param, nnx.BatchStat)[1:]
+
+    def forward(params, x, state, key=None, copy=True):
+        model = nnx.merge(graph, params, state, copy=copy)
+        if key is None:
+            model.eval()
+            return model(x), state
+        return model(x), nnx.state(model, nnx.BatchStat)
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Net(nnx.Rngs(0))))
+    as_by_hand(make_model, forward, tmp_path)
+    uncopied = recipe(
+        make_model=make_model, forward_fn=lambda params, x, state, key: forward(params, x, state, key, False)
+    )
+    with pytest.raises(phalanx.WorkerError, match="Cannot mutate BatchStat"):
+        uncopied.train(engine="inline")
+
+
+@pytest.mark.longest
 def test_equinox(tmp_path):
     """BatchNorm of equinox keeps its statistics in a ``State``; its classes are in a module that workers import."""
     pytest.importorskip("equinox")

@@ -75,6 +75,8 @@ ARGUMENTS = {
     "val_data": HELD_OUT,
     "validation_data": HELD_OUT,
     "eval_dataset": HELD_OUT,
+    "validation_freq": "an evaluation knows how often: phalanx.Evaluation(metric, data, every_epochs=2)",
+    "verbose": "it is called progress, an option of train()",
     "validation_split": f"cut the data yourself, as (x[:900], y[:900]); {HELD_OUT}",
     "class_weight": "it belongs to the loss: torch.nn.CrossEntropyLoss(weight=...) in phalanx.weighted, which says of "
     "how much it is the mean; or draw rare classes more often: weights=, one number per sample",
@@ -89,6 +91,8 @@ ARGUMENTS = {
     "gradient_checkpointing": "the model does it: call model.gradient_checkpointing_enable(), or use "
     "torch.utils.checkpoint, in make_model",
     "clip_value": "gradients are clipped by their norm, max_norm=; by value in the optimizer: docs/cookbook.md",
+    "global_clipnorm": "it is called max_norm",
+    "clipnorm": "the norm of all gradients together is clipped, by max_norm=; of each alone: a hook, docs/cookbook.md",
     "gradient_clip_algorithm": "gradients are clipped by their norm, max_norm=; by value: docs/cookbook.md",
     "find_unused_parameters": "it is not needed: a parameter without a gradient in a step is left as it is",
     "sync_batchnorm": "BatchNorm sees the share of a replica, for any number of workers; docs/cookbook.md has what to "
