@@ -207,6 +207,8 @@ def test_shared_arrays_are_written_once():
         ([3], {}, r"recipes\['0'\] is 3; it must be a Recipe, or \(recipe, evaluation\)"),
         ({"a/b": job()}, {}, "'a/b', which is that of a folder"),
         ([phalanx.Recipe(make_model, None, F.cross_entropy)], {}, "has no data"),
+        ({1: job(), "1": job()}, {}, "'1' twice"),
+        (job(), {}, "must be a list of recipes"),
         ([job()], {"workers": 0}, "workers is 0"),
         ([job()], {"devices": [3]}, "devices is"),
     ],

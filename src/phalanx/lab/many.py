@@ -120,12 +120,11 @@ def train_all(
             "the same digests: [recipe.train() for recipe in recipes]"
         )
     where = None if run_dir is None else checks.path("run_dir", run_dir)
-    named = {str(name): value for name, value in recipes.items()} if isinstance(recipes, Mapping) else None
-    listed = list(named.values() if named is not None else recipes)
-    names = list(named or map(str, range(len(listed))))
+    named = _named(recipes)
+    given = named if isinstance(recipes, Mapping) else None
     with contextlib.ExitStack() as held:
         folder = where or pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-")))
-        jobs = [_job(name, value, folder, kept=where is not None) for name, value in zip(names, listed, strict=True)]
+        jobs = [_job(name, value, folder, kept=where is not None) for name, value in named.items()]
         places = _places(workers, devices, jobs)
         outcomes: list[Any] = [None] * len(jobs)
         try:
@@ -138,9 +137,9 @@ def train_all(
                     outcomes[number] = _result(jobs[number], outcome, kept=where is not None)
                     tell(jobs[number].name, outcomes[number])
         except KeyboardInterrupt as error:
-            error.results = _as_given(outcomes, named)  # type: ignore[attr-defined]
+            error.results = _as_given(outcomes, given)  # type: ignore[attr-defined]
             raise
-    return _checked(outcomes, jobs, named)
+    return _checked(outcomes, jobs, given)
 
 
 class Crew:
@@ -282,6 +281,19 @@ def _check_place(result: Result) -> None:
 def _code(status: int) -> int:
     """A wait status as subprocess tells it: negative for a signal."""
     return -(status & 0x7F) if status & 0x7F else status >> 8
+
+
+def _named(recipes: Any) -> dict[str, Any]:
+    """What the caller gave, by name or number."""
+    if not isinstance(recipes, Iterable):
+        raise UsageError(f"recipes is {checks.shown(recipes)}; it must be a list of recipes, or a dict of them by name")
+    pairs = recipes.items() if isinstance(recipes, Mapping) else enumerate(recipes)
+    named = dict[str, Any]()
+    for name, value in pairs:
+        if str(name) in named:
+            raise UsageError(f"recipes has the name {str(name)!r} twice, as text; give each a name of its own")
+        named[str(name)] = value
+    return named
 
 
 def _job(name: str, value: Any, folder: pathlib.Path, *, kept: bool) -> Job:
