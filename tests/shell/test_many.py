@@ -122,6 +122,42 @@ def test_a_failure_ends_one_and_not_all(tmp_path):
     assert "seed" in str(results["other"])
 
 
+def leaving(model, batch):
+    raise SystemExit(3)
+
+
+def interrupted(model, batch):
+    raise KeyboardInterrupt
+
+
+class Ending:
+    """Raises in the caller's process, at the end of the run."""
+
+    def __init__(self):
+        self.caller = os.getpid()
+
+    def end(self, result):
+        if os.getpid() == self.caller:
+            raise ZeroDivisionError("at the end")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (job(1, forward_fn=leaving), r"ended its process, by SystemExit\(3\)"),
+        (job(1, forward_fn=interrupted), "its process was interrupted"),
+        ((job(1), None, [Ending()]), "ZeroDivisionError: at the end"),
+    ],
+    ids=["SystemExit", "KeyboardInterrupt", "an error in the caller"],
+)
+def test_whatever_ends_a_job_is_told(bad, words):
+    """No place of a recipe that failed is empty, and the others have their results."""
+    with pytest.raises(phalanx.RunError, match=words) as raised:
+        phalanx.train_all([bad, job(0)], workers=1)
+    assert raised.value.results[1].digest == job(0).train(workers=1).digest
+
+
 class Dying(nn.Module):
     """Kills its process at a step, as often as there are files to take away."""
 

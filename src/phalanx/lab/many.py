@@ -27,7 +27,7 @@ from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.messages import DriverChannel, caused, ended, sendable
 from phalanx.engines.processes.serialization import adopt_environment, described, pack, pack_each, unpack, unpack_one
 from phalanx.engines.processes.starter import WARM
-from phalanx.errors import PhalanxError, RunError, UsageError, safe_str
+from phalanx.errors import RunError, UsageError, safe_str
 from phalanx.frameworks.registry import in_use, numeric_environment, reduced, starting
 from phalanx.recipe import Recipe
 from phalanx.run.observers import checked_callbacks
@@ -84,11 +84,13 @@ def train_all(
     ----------
     recipes : list, or dict of str
         Recipes, or tuples (recipe, evaluation) or (recipe, evaluation, callbacks). A dict names them. Callbacks are
-        called in the job's process; afterwards those here have the state that they had there.
+        called in the job's process. Afterwards those here have the state that they had there: ``begin``, ``load`` and
+        ``end`` are called here, too.
     workers : int or "auto"
         How many train at a time. "auto": as many as keep this machine's cores busy.
     run_dir : str or path, optional
-        Each run is kept in a folder of it, by its name or number. The same call again goes on.
+        Each run is kept in a folder of it, by its name or number. The same call again goes on. Without it what
+        callbacks write into the run's folder is gone afterwards.
     devices : list of str, optional
         One for each process, for recipes on accelerators, which are refused without.
     progress : bool or "auto"
@@ -268,6 +270,9 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
         caller.tell("interrupted")
     except Exception as error:
         caller.tell("failed", *sendable(error))
+    except BaseException as error:
+        told = f"its code ended its process, by {type(error).__name__}({safe_str(error)})"
+        caller.tell("failed", *sendable(caused(RunError(told), error)))
 
 
 def _check_place(result: Result) -> None:
@@ -347,7 +352,9 @@ def _result(job: Job, outcome: Any, *, kept: bool) -> Any:
         return error if cause is None else caused(error, cause)
     try:
         result = dataclasses.replace(job.train(), **facts[0])
-    except PhalanxError as error:  # its folder was changed meanwhile
+    except Exception as error:  # its folder was changed meanwhile, or a callback raised here
+        if interrupts.of_handler(error):
+            raise
         return error
     if kept:
         return result
@@ -362,7 +369,9 @@ def _as_given(outcomes: Iterable[Any], named: Mapping[str, Any] | None) -> Any:
 
 
 def _checked(outcomes: Sequence[Any], jobs: Sequence[Job], named: Mapping[str, Any] | None) -> Any:
-    """The results; one RunError if some recipes failed."""
+    """The results; one RunError if some recipes failed. There was no Ctrl-C here, so all have ended."""
+    stopped = RunError("its process was interrupted, though there was no Ctrl-C here")
+    outcomes = [stopped if one is None else one for one in outcomes]
     failed = [(job.name, one) for job, one in zip(jobs, outcomes, strict=True) if isinstance(one, Exception)]
     results = _as_given(outcomes, named)
     if failed:
