@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.callbacks import EMA, EarlyStopping, SaveBest
 from phalanx.checkpoint.directory import LOG
+from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.serialization import pack_each, unpack_one
 from phalanx.frameworks.registry import reduced
+from phalanx.lab import many
 from phalanx.shared.memory import Memory
 from tests.callbacks.jobs import HELD_OUT, TARGETS, X, Y, accuracy, make_model
 
@@ -219,6 +222,66 @@ def test_ctrl_c_lets_steps_end_and_the_same_call_goes_on(tmp_path):
     found = phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
     assert any(result.resumed_from for result in found)
     assert [result.digest for result in found] == [job(seed, epochs=8).train(workers=1).digest for seed in range(3)]
+
+
+@pytest.mark.long
+def test_a_process_that_dies_as_it_is_started(monkeypatch):
+    """Another one takes its place."""
+    handles = []
+
+    class Dead(WorkerHandle):
+        def __init__(self, *given):
+            super().__init__(*given)
+            if not handles:
+                self.send(signal.SIGKILL)
+                select.select([self.pidfd], [], [])
+            handles.append(self)
+
+    monkeypatch.setattr(many, "WorkerHandle", Dead)  # planted
+    assert phalanx.train_all([job()])[0].digest == job().train(workers=1).digest
+    assert len(handles) == 2
+
+
+@pytest.mark.long
+def test_a_job_may_leave_a_process_behind(tmp_path):
+    """One in a session of its own, which holds what it inherited, is not waited for."""
+
+    def forking(model, batch):
+        if not list(tmp_path.iterdir()) and os.fork() == 0:
+            os.setsid()
+            (tmp_path / str(os.getpid())).touch()
+            time.sleep(20)
+            (tmp_path / "waited").touch()
+            os._exit(0)
+        while not list(tmp_path.iterdir()):
+            time.sleep(0.01)
+        return model(batch[0])
+
+    (result,) = phalanx.train_all([job(forward_fn=forking)])
+    (pid,) = (path.name for path in tmp_path.iterdir())  # and not "waited"
+    os.kill(int(pid), signal.SIGKILL)
+    assert result.digest == job().train(workers=1).digest
+
+
+@pytest.mark.long
+def test_a_job_may_give_its_output_away(tmp_path):
+    """One that writes into a file from now on goes on, and so do the others: the next is started meanwhile."""
+
+    def redirected(model, batch):
+        os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), 1)
+        for _ in range(200):
+            if (tmp_path / "third").exists():
+                return model(batch[0])
+            time.sleep(0.1)
+        raise TimeoutError
+
+    def third(model, batch):
+        (tmp_path / "third").touch()
+        return model(batch[0])
+
+    jobs = [job(forward_fn=redirected), job(1, forward_fn=slow), job(2, forward_fn=third)]
+    found = phalanx.train_all(jobs, workers=2)
+    assert [result.digest for result in found] == [job(seed).train(workers=1).digest for seed in range(3)]
 
 
 def test_shared_arrays_are_written_once():

@@ -160,7 +160,7 @@ class Crew:
         self._alive: dict[int, tuple[WorkerHandle, str]] = {}
         self._told: dict[int, Any] = {}  # what a job said at its end
         self._deaths = Counter[int]()
-        self._output = Output()
+        self._output, self._poller = Output(), select.poll()
         self._memories = [Memory(0), Memory(0)]
         try:
             code = [value for job in jobs for value in vars(job.recipe).values() if callable(value)]
@@ -208,31 +208,36 @@ class Crew:
             handle = WorkerHandle(number, inherited, HERE)
             self._alive[number] = handle, place
             self._output.follow(handle.pipes)
-            handle.channel.send_bytes(place.encode())
+            for fd in handle.watched:
+                self._poller.register(fd, select.POLLIN)
+            with contextlib.suppress(OSError):  # it has died, which shows elsewhere
+                handle.channel.send_bytes(place.encode())
 
     def _listen(self) -> Iterator[tuple[int, Any]]:
         """Carry what jobs print, take their messages, and clear away those that have ended."""
-        poller = select.poll()
-        for fd in [fd for handle, _ in self._alive.values() for fd in handle.watched]:
-            poller.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poller.poll(POLL_MILLISECONDS)}
-        gone = set(self._output.carry(ready))
+        ready = {fd for fd, _ in self._poller.poll(POLL_MILLISECONDS)}
+        for fd in self._output.carry(ready):  # a job may close its output, and go on
+            self._poller.unregister(fd)
         for number, (handle, _) in list(self._alive.items()):
-            dead = handle.pidfd in ready or bool(gone & set(handle.pipes))
-            if handle.channel.fileno() in ready:
-                messages, goes_on = handle.heard()
-                dead = dead or not goes_on
-                for told in messages:
-                    self._told[number] = told
-            if dead:
+            goes_on = handle.channel.fileno() not in ready or self._hear(number, handle)
+            if handle.pidfd in ready or not goes_on:
                 yield from self._cleared(number)
+
+    def _hear(self, number: int, handle: WorkerHandle) -> bool:
+        """Take messages that have come; whether there may be more."""
+        messages, goes_on = handle.heard()
+        for told in messages:
+            self._told[number] = told
+        return goes_on
 
     def _cleared(self, number: int) -> Iterator[tuple[int, Any]]:
         handle, place = self._alive.pop(number)
         self._places.append(place)
-        with contextlib.suppress(OSError):  # what it said last
-            for told in handle.heard()[0]:
-                self._told[number] = told
+        for fd in handle.watched:
+            with contextlib.suppress(KeyError):  # its output had ended before
+                self._poller.unregister(fd)
+        if handle.channel.poll():  # else a process that it has left behind may hold the other end
+            self._hear(number, handle)
         self._output.forget(handle.pipes)
         status = handle.end()
         if number in self._told:
