@@ -40,8 +40,8 @@ def recipe(lr=1e-2, seed=0):
 
 
 def job(seed=0, **changes):
-    given = {"replicas": 3, "epochs": 2, "lr": 1e-2, "seed": seed}
-    return phalanx.Recipe(make_model, (X, Y), F.cross_entropy, **(given | changes))
+    given = {"make_model": make_model, "replicas": 3, "epochs": 2, "lr": 1e-2, "seed": seed}
+    return phalanx.Recipe(data=(X, Y), loss_fn=F.cross_entropy, **(given | changes))
 
 
 def due():
@@ -222,6 +222,46 @@ def test_ctrl_c_lets_steps_end_and_the_same_call_goes_on(tmp_path):
     found = phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
     assert any(result.resumed_from for result in found)
     assert [result.digest for result in found] == [job(seed, epochs=8).train(workers=1).digest for seed in range(3)]
+
+
+@pytest.mark.long
+def test_ctrl_c_before_a_job_can_hear_it(monkeypatch):
+    """Its process has begun nothing, so it is ended, and nobody waits for all of its training."""
+
+    class Pressed(WorkerHandle):
+        def __init__(self, number, memories, lives):
+            super().__init__(number, memories, "tests.shell.late")
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(many, "WorkerHandle", Pressed)  # planted
+    with pytest.raises(KeyboardInterrupt) as raised:
+        phalanx.train_all([job()])
+    assert raised.value.results == [None]
+
+
+@pytest.mark.long
+def test_ctrl_c_while_a_result_is_taken(tmp_path):
+    """It waits for that, and jobs that are under way end their steps: the next call goes on there."""
+    caller, third, pressed = os.getpid(), tmp_path / "third", tmp_path / "pressed"
+
+    def make_pressing():
+        if os.getpid() == caller and (tmp_path / "0").exists() and not pressed.exists():
+            while not third.exists():
+                time.sleep(0.05)
+            pressed.touch()
+            signal.raise_signal(signal.SIGINT)
+        return make_model()
+
+    def telling(model, batch):
+        if phalanx.current_step() == 3:
+            third.touch()
+        return slow(model, batch)
+
+    jobs = [job(make_model=make_pressing), job(1, forward_fn=telling, epochs=8)]
+    with pytest.raises(KeyboardInterrupt) as raised:
+        phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
+    assert raised.value.results[0].digest == job().train(workers=1).digest
+    assert phalanx.train_all(jobs, run_dir=tmp_path)[1].resumed_from >= 3
 
 
 @pytest.mark.long

@@ -38,6 +38,7 @@ from phalanx.surroundings import interrupts, presence, system
 DEATHS = 3  # of one job's processes in a row, that end it
 POLL_MILLISECONDS = 100
 HERE = "phalanx.lab.many"
+READY = ("ready",)  # a job tells that it hears Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ def train_all(
                 _bar(len(jobs), progress) as tell,
             ):
                 for number, outcome in crew.outcomes():
-                    outcomes[number] = _result(jobs[number], outcome, kept=where is not None)
+                    with interrupts.held():  # Ctrl-C comes out of the crew, which has all steps ended
+                        outcomes[number] = _result(jobs[number], outcome, kept=where is not None)
                     tell(jobs[number].name, outcomes[number])
         except KeyboardInterrupt as error:
             error.results = _as_given(outcomes, given)  # type: ignore[attr-defined]
@@ -185,8 +187,8 @@ class Crew:
                 yield from self._listen()
         except KeyboardInterrupt:
             self._waiting.clear()
-            for handle, _ in self._alive.values():
-                handle.send(signal.SIGINT)
+            for handle, _ in self._alive.values():  # one that is not ready would not hear it, and has begun nothing
+                handle.send(signal.SIGINT if handle.ready else signal.SIGKILL)
             while self._alive:
                 interrupts.check()
                 yield from self._listen()
@@ -227,7 +229,10 @@ class Crew:
         """Take messages that have come; whether there may be more."""
         messages, goes_on = handle.heard()
         for told in messages:
-            self._told[number] = told
+            if told == READY:
+                handle.ready = True
+            else:
+                self._told[number] = told
         return goes_on
 
     def _cleared(self, number: int) -> Iterator[tuple[int, Any]]:
@@ -255,6 +260,7 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
     """Be the process of job ``number``: train it, and say how that went."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # one is sent to let the step end
     caller = DriverChannel(channel)
+    caller.tell(*READY)
     environment_memory, jobs = (Memory(0, fd) for fd in inherited)
     try:
         environment = unpack(environment_memory)
