@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.callbacks import EMA, EarlyStopping, SaveBest
 from phalanx.checkpoint.directory import LOG
+from phalanx.cli.common import load_recipes
 from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.serialization import pack_each, unpack_one
 from phalanx.frameworks.registry import reduced
@@ -379,6 +380,25 @@ def test_the_shell_trains_all_combinations(tmp_path):
     assert rows[0]["arguments"] == {"lr": 0.01, "seed": 0}
 
 
+DRAWN = """
+import random, numpy, phalanx, torch
+torch.manual_seed(0)
+def recipe(lr=1e-2):
+    x = torch.tensor([[random.random(), numpy.random.rand(), torch.rand(()).item()]])
+    return phalanx.Recipe(torch.nn.Linear(3, 1), (x, x[:, :1]), torch.nn.functional.mse_loss, epochs=1, replicas=1)
+"""
+
+
+def test_recipes_of_a_sweep_differ_by_their_arguments_alone(tmp_path, monkeypatch):
+    """A function that draws finds all generators as the file left them, whatever was made before."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    recipes = load_recipes(str(tmp_path / "drawn.py"), [[f"lr={lr}"] for lr in (0.1, 0.2)])
+    first, second = (recipe.data[0] for recipe, *_ in recipes)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.long
 def test_the_shell_refuses_what_does_not_go_with_jobs(tmp_path):
     """Several values without --jobs, and options that each run would need of its own."""
@@ -387,7 +407,11 @@ def test_the_shell_refuses_what_does_not_go_with_jobs(tmp_path):
         (["lr=0.1,0.01"], "several values are for --jobs"),
         (["seed=0..1", "--jobs", "2", "--workers", "2"], "--workers is given beside --jobs"),
         (["seed=3..1", "--jobs", "2"], "counts upwards"),
+        (["--jobs", "2"], "no arguments"),
+        (["seed=0..1", "--jobs", "2"], "srun has started 4 tasks"),
     ):
-        done = subprocess.run(command(tmp_path, *arguments), cwd=tmp_path, capture_output=True, text=True, check=False)
+        tasks = {"SLURM_STEP_NUM_TASKS": "4" if "srun" in words else ""}
+        line, names = command(tmp_path, *arguments), os.environ | tasks
+        done = subprocess.run(line, cwd=tmp_path, env=names, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert words in done.stderr

@@ -468,9 +468,7 @@ def test_a_path_is_what_it_names():
     hash(str(used))
     one, same, other = map(read, (used, pathlib.Path("data", "a"), pathlib.Path("data/b")))
     assert compare(one, same).hints == []
-    assert compare(one, other).hints == [
-        "forward_fn (its variable path) as text is 'data/a' here, and 'data/b' there"
-    ]
+    assert compare(one, other).hints == ["forward_fn (its variable path) as text is 'data/a' here, and 'data/b' there"]
 
 
 def test_descriptions_are_small():
