@@ -13,10 +13,10 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 284_000  # of the package, without docstrings and comments; lower it whenever you can
+TOKENS = 284_240  # of the package, without docstrings and comments; lower it whenever you can
 FILE_LINES = 500
 FUNCTION_LINES = 40
-TEST_LINES = 65_560  # of all files of tests; lower it whenever you can
+TEST_LINES = 65_760  # of all files of tests; lower it whenever you can
 TEST_FILE_LINES = 800
 
 NO_CODE = {
