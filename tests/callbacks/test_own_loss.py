@@ -42,6 +42,10 @@ CASES = {
         {"loss_fn": lambda m, b: F.cross_entropy(m(b[0]), b[1]), "loss_takes": "model", "forward_fn": without_forward},
         F.cross_entropy,
     ),
+    "of the model, beside a target": (
+        {"loss_fn": lambda m, b: F.cross_entropy(m(b[0]), b[1]), "loss_takes": "model", "target_fn": lambda b: b[1]},
+        F.cross_entropy,
+    ),
     "forward_fn returns it": (
         {"loss_fn": None, "forward_fn": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])},
         F.cross_entropy,
@@ -98,6 +102,15 @@ def test_it_stands_beside_other_metrics_and_has_its_own_forward_pass():
         assert zeros == pytest.approx(0.6931, abs=1e-4)
         with pytest.raises(phalanx.UsageError, match=r"metric_fn is 'accuracy'; .* or 'loss' for the recipe's own"):
             run.evaluate("accuracy", (HELD_OUT, TARGETS))
+
+
+@pytest.mark.parametrize("case", ["of the model", "over the batch, of the model"])
+def test_a_loss_that_takes_the_batch_takes_no_target(case):
+    """What ``target_fn`` of an evaluation returns is for the other metrics."""
+    with job(CASES[case][0] | {"forward_fn": None}).start(engine="inline") as run:
+        run.finish()
+        metrics, data = {"loss": "loss", "accuracy": accuracy}, (HELD_OUT, TARGETS)
+        assert run.evaluate(metrics, data, target_fn=lambda batch: batch[1]) == run.evaluate(metrics, data)
 
 
 @pytest.mark.long

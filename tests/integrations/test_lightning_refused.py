@@ -201,6 +201,8 @@ LOADERS = {
     "has a worker_init_fn": loader(worker_init_fn=print),
     "has a SubsetRandomSampler": loader(sampler=loading.SubsetRandomSampler([0, 1])),
     "has a RandomSampler": loader(sampler=loading.RandomSampler(range(48), replacement=True)),
+    "has a SequentialSampler": loader(sampler=loading.SequentialSampler(range(16))),
+    "has a RandomSampler that": loader(sampler=loading.RandomSampler(range(16), num_samples=48)),
     "has a WeightedRandomSampler": loader(sampler=loading.WeightedRandomSampler(torch.ones(48), 10)),
 }
 
@@ -261,6 +263,9 @@ CALLS = {
     "pass the one or the other": lambda: lightning.recipe(Classifier(), Digits(), train_dataloaders=[], epochs=1),
     "scheduler is given": lambda: recipe_of(
         Classifier(lambda _, optimizer: ([optimizer], [lr_scheduler.StepLR(optimizer, 1)])), scheduler=print
+    ),
+    "val_dataloaders has no batch": lambda: recipe_of(
+        Classifier(), val_dataloaders=loader(batch_size=100, drop_last=True)
     ),
     "cannot be copied": lambda: recipe_of(uncopied()),
     "in eval mode": lambda: recipe_of(Classifier().eval())[0].train(engine="inline"),

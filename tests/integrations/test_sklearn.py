@@ -153,7 +153,12 @@ def test_weights():
     by_class = {0: 1.0, 1: 4.0, 2: 2.0}
     weight = np.array([by_class[one] for one in Y.tolist()])
     assert digest(quick(class_weight=by_class)) == digest(quick(), sample_weight=weight)
-    assert digest(quick(class_weight=by_class)) != digest(quick(class_weight="balanced"))
+    balanced = quick(class_weight="balanced")
+    assert digest(quick(class_weight=by_class)) != digest(balanced)
+    few = zeros.astype(bool) | (Y == 0)  # more of class 0 than of the others
+    assert digest(balanced, sample_weight=few) == digest(balanced, X[few], Y[few])
+    with pytest.raises(phalanx.UsageError, match="not zero for all"):
+        balanced.fit(X, Y, zeros * 0)
     linear, whole = nn.Linear(4, 3), functools.partial(Classifier, epochs=1, batch_size=150, shuffle=False)
     each = F.cross_entropy(linear(torch.tensor(X).float()), torch.tensor(Y), reduction="none").detach().numpy()
     for replicas in (1, 3, 4):

@@ -1,9 +1,11 @@
 """Jobs of the Trainer as recipes: its losses and weights, step by step, and one answer for any number of workers."""
 
 import os
+import random
 import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -237,3 +239,18 @@ def test_gradient_checkpointing_leaves_the_bits():
     """Also with dropout."""
     digests = {here(gpt2_with_dropout, words(), arguments(activation_checkpointing=on)).digest for on in (False, True)}
     assert len(digests) == 1
+
+
+def test_your_generators_are_left_untouched():
+    """A ``model_init`` that seeds all of them, as ``set_seed`` does, seeds none of yours."""
+    import transformers
+
+    def seeding():
+        transformers.set_seed(3)
+        return classifier()
+
+    states = []
+    for _ in range(2):
+        states.append([torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()])
+        converter.recipe(seeding, arguments(max_steps=2), classes())
+    assert states[0] == states[1]

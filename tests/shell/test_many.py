@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
@@ -17,8 +18,11 @@ from torch.nn import functional as F
 import phalanx
 from phalanx.callbacks import EMA, EarlyStopping, SaveBest
 from phalanx.checkpoint.directory import LOG
+from phalanx.cli.common import load_recipes
+from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.serialization import pack_each, unpack_one
 from phalanx.frameworks.registry import reduced
+from phalanx.lab import many
 from phalanx.shared.memory import Memory
 from tests.callbacks.jobs import HELD_OUT, TARGETS, X, Y, accuracy, make_model
 
@@ -37,8 +41,8 @@ def recipe(lr=1e-2, seed=0):
 
 
 def job(seed=0, **changes):
-    given = {"replicas": 3, "epochs": 2, "lr": 1e-2, "seed": seed}
-    return phalanx.Recipe(make_model, (X, Y), F.cross_entropy, **(given | changes))
+    given = {"make_model": make_model, "replicas": 3, "epochs": 2, "lr": 1e-2, "seed": seed}
+    return phalanx.Recipe(data=(X, Y), loss_fn=F.cross_entropy, **(given | changes))
 
 
 def due():
@@ -122,6 +126,42 @@ def test_a_failure_ends_one_and_not_all(tmp_path):
     assert "seed" in str(results["other"])
 
 
+def leaving(model, batch):
+    raise SystemExit(3)
+
+
+def interrupted(model, batch):
+    raise KeyboardInterrupt
+
+
+class Ending:
+    """Raises in the caller's process, at the end of the run."""
+
+    def __init__(self):
+        self.caller = os.getpid()
+
+    def end(self, result):
+        if os.getpid() == self.caller:
+            raise ZeroDivisionError("at the end")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (job(1, forward_fn=leaving), r"ended its process, by SystemExit\(3\)"),
+        (job(1, forward_fn=interrupted), "its process was interrupted"),
+        ((job(1), None, [Ending()]), "ZeroDivisionError: at the end"),
+    ],
+    ids=["SystemExit", "KeyboardInterrupt", "an error in the caller"],
+)
+def test_whatever_ends_a_job_is_told(bad, words):
+    """No place of a recipe that failed is empty, and the others have their results."""
+    with pytest.raises(phalanx.RunError, match=words) as raised:
+        phalanx.train_all([bad, job(0)], workers=1)
+    assert raised.value.results[1].digest == job(0).train(workers=1).digest
+
+
 class Dying(nn.Module):
     """Kills its process at a step, as often as there are files to take away."""
 
@@ -185,6 +225,106 @@ def test_ctrl_c_lets_steps_end_and_the_same_call_goes_on(tmp_path):
     assert [result.digest for result in found] == [job(seed, epochs=8).train(workers=1).digest for seed in range(3)]
 
 
+@pytest.mark.long
+def test_ctrl_c_before_a_job_can_hear_it(monkeypatch):
+    """Its process has begun nothing, so it is ended, and nobody waits for all of its training."""
+
+    class Pressed(WorkerHandle):
+        def __init__(self, number, memories, lives):
+            super().__init__(number, memories, "tests.shell.late")
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(many, "WorkerHandle", Pressed)  # planted
+    with pytest.raises(KeyboardInterrupt) as raised:
+        phalanx.train_all([job()])
+    assert raised.value.results == [None]
+
+
+@pytest.mark.long
+def test_ctrl_c_while_a_result_is_taken(tmp_path):
+    """It waits for that, and jobs that are under way end their steps: the next call goes on there."""
+    caller, third, pressed = os.getpid(), tmp_path / "third", tmp_path / "pressed"
+
+    def make_pressing():
+        if os.getpid() == caller and (tmp_path / "0").exists() and not pressed.exists():
+            while not third.exists():
+                time.sleep(0.05)
+            pressed.touch()
+            signal.raise_signal(signal.SIGINT)
+        return make_model()
+
+    def telling(model, batch):
+        if phalanx.current_step() == 3:
+            third.touch()
+        return slow(model, batch)
+
+    jobs = [job(make_model=make_pressing), job(1, forward_fn=telling, epochs=8)]
+    with pytest.raises(KeyboardInterrupt) as raised:
+        phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
+    assert raised.value.results[0].digest == job().train(workers=1).digest
+    assert phalanx.train_all(jobs, run_dir=tmp_path)[1].resumed_from >= 3
+
+
+@pytest.mark.long
+def test_a_process_that_dies_as_it_is_started(monkeypatch):
+    """Another one takes its place."""
+    handles = []
+
+    class Dead(WorkerHandle):
+        def __init__(self, *given):
+            super().__init__(*given)
+            if not handles:
+                self.send(signal.SIGKILL)
+                select.select([self.pidfd], [], [])
+            handles.append(self)
+
+    monkeypatch.setattr(many, "WorkerHandle", Dead)  # planted
+    assert phalanx.train_all([job()])[0].digest == job().train(workers=1).digest
+    assert len(handles) == 2
+
+
+@pytest.mark.long
+def test_a_job_may_leave_a_process_behind(tmp_path):
+    """One in a session of its own, which holds what it inherited, is not waited for."""
+
+    def forking(model, batch):
+        if not list(tmp_path.iterdir()) and os.fork() == 0:
+            os.setsid()
+            (tmp_path / str(os.getpid())).touch()
+            time.sleep(20)
+            (tmp_path / "waited").touch()
+            os._exit(0)
+        while not list(tmp_path.iterdir()):
+            time.sleep(0.01)
+        return model(batch[0])
+
+    (result,) = phalanx.train_all([job(forward_fn=forking)])
+    (pid,) = (path.name for path in tmp_path.iterdir())  # and not "waited"
+    os.kill(int(pid), signal.SIGKILL)
+    assert result.digest == job().train(workers=1).digest
+
+
+@pytest.mark.long
+def test_a_job_may_give_its_output_away(tmp_path):
+    """One that writes into a file from now on goes on, and so do the others: the next is started meanwhile."""
+
+    def redirected(model, batch):
+        os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), 1)
+        for _ in range(200):
+            if (tmp_path / "third").exists():
+                return model(batch[0])
+            time.sleep(0.1)
+        raise TimeoutError
+
+    def third(model, batch):
+        (tmp_path / "third").touch()
+        return model(batch[0])
+
+    jobs = [job(forward_fn=redirected), job(1, forward_fn=slow), job(2, forward_fn=third)]
+    found = phalanx.train_all(jobs, workers=2)
+    assert [result.digest for result in found] == [job(seed).train(workers=1).digest for seed in range(3)]
+
+
 def test_shared_arrays_are_written_once():
     """Five recipes over one array take its bytes once; over copies of it, five times."""
     shared, sizes = torch.zeros(1 << 18), list[int]()
@@ -207,6 +347,8 @@ def test_shared_arrays_are_written_once():
         ([3], {}, r"recipes\['0'\] is 3; it must be a Recipe, or \(recipe, evaluation\)"),
         ({"a/b": job()}, {}, "'a/b', which is that of a folder"),
         ([phalanx.Recipe(make_model, None, F.cross_entropy)], {}, "has no data"),
+        ({1: job(), "1": job()}, {}, "'1' twice"),
+        (job(), {}, "must be a list of recipes"),
         ([job()], {"workers": 0}, "workers is 0"),
         ([job()], {"devices": [3]}, "devices is"),
     ],
@@ -238,6 +380,25 @@ def test_the_shell_trains_all_combinations(tmp_path):
     assert rows[0]["arguments"] == {"lr": 0.01, "seed": 0}
 
 
+DRAWN = """
+import random, numpy, phalanx, torch
+torch.manual_seed(0)
+def recipe(lr=1e-2):
+    x = torch.tensor([[random.random(), numpy.random.rand(), torch.rand(()).item()]])
+    return phalanx.Recipe(torch.nn.Linear(3, 1), (x, x[:, :1]), torch.nn.functional.mse_loss, epochs=1, replicas=1)
+"""
+
+
+def test_recipes_of_a_sweep_differ_by_their_arguments_alone(tmp_path, monkeypatch):
+    """A function that draws finds all generators as the file left them, whatever was made before."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    recipes = load_recipes(str(tmp_path / "drawn.py"), [[f"lr={lr}"] for lr in (0.1, 0.2)])
+    first, second = (recipe.data[0] for recipe, *_ in recipes)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.long
 def test_the_shell_refuses_what_does_not_go_with_jobs(tmp_path):
     """Several values without --jobs, and options that each run would need of its own."""
@@ -246,7 +407,11 @@ def test_the_shell_refuses_what_does_not_go_with_jobs(tmp_path):
         (["lr=0.1,0.01"], "several values are for --jobs"),
         (["seed=0..1", "--jobs", "2", "--workers", "2"], "--workers is given beside --jobs"),
         (["seed=3..1", "--jobs", "2"], "counts upwards"),
+        (["--jobs", "2"], "no arguments"),
+        (["seed=0..1", "--jobs", "2"], "srun has started 4 tasks"),
     ):
-        done = subprocess.run(command(tmp_path, *arguments), cwd=tmp_path, capture_output=True, text=True, check=False)
+        tasks = {"SLURM_STEP_NUM_TASKS": "4" if "srun" in words else ""}
+        line, names = command(tmp_path, *arguments), os.environ | tasks
+        done = subprocess.run(line, cwd=tmp_path, env=names, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert words in done.stderr

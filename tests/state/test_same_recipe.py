@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pathlib
 import shutil
 import sys
 import types
@@ -455,6 +456,19 @@ def test_odd_objects_are_described():
         deep = [deep]
     loss = functools.partial(lambda kept, *args: F.cross_entropy(*args), [circle, deep, torch.empty(2, device="meta")])
     assert described(job(loss_fn=loss)) == described(job(loss_fn=loss))
+
+
+def test_a_path_is_what_it_names():
+    """Not what it keeps of what was asked of it; another one is told."""
+
+    def read(path):
+        return described(job(forward_fn=lambda model, batch: (model(batch[0]), path)))
+
+    used = pathlib.Path("data/a")
+    hash(str(used))
+    one, same, other = map(read, (used, pathlib.Path("data", "a"), pathlib.Path("data/b")))
+    assert compare(one, same).hints == []
+    assert compare(one, other).hints == ["forward_fn (its variable path) as text is 'data/a' here, and 'data/b' there"]
 
 
 def test_descriptions_are_small():

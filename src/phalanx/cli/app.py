@@ -180,11 +180,14 @@ def _swept(
     """Train all combinations of arguments, and print a table of the runs."""
     if other := [name for (name, usual), value in zip(ALONE.items(), beside, strict=True) if value != usual]:
         raise UsageError(f"{other[0]} is given beside --jobs, which trains each recipe inline; leave one of them out")
+    if not arguments:
+        raise UsageError("--jobs trains all combinations of arguments, and no arguments are given; as in lr=0.1,0.01")
     from phalanx.lab import sweeps
     from phalanx.lab.many import train_all
 
     given = combinations(arguments)
     recipes = dict(zip(given, load_recipes(file, list(given.values())), strict=True))
+    _refuse_unconnected_tasks()
     names = _listed(devices)
     error = None
     try:

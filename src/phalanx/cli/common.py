@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.jobs import Given, called
+from phalanx.definition.generators import remembered
 from phalanx.errors import UsageError
 from phalanx.recipe import Recipe
 from phalanx.surroundings.presence import printable
@@ -61,11 +62,18 @@ def load_recipe(file: str, given: Given = ()) -> tuple[Recipe, Any, Any]:
 
 
 def load_recipes(file: str, several: Sequence[Given]) -> list[tuple[Recipe, Any, Any]]:
-    """The same for each of several arguments; the file is executed once, so its data is shared."""
+    """The same for each of several arguments; the file is executed once, so its data is shared.
+
+    Each call finds the global random generators as the file left them, so that its recipe is the same alone.
+    """
     path, name = located(file)
     module, source = _executed(path, name)
-    found = getattr(module, name, None)
-    return [_beside(module, _made(found, module, path, name, source, given)) for given in several]
+    found, as_left, recipes = getattr(module, name, None), remembered({}), list[tuple[Recipe, Any, Any]]()
+    for given in several:
+        for put_back in as_left:
+            put_back()
+        recipes.append(_beside(module, _made(found, module, path, name, source, given)))
+    return recipes
 
 
 def _executed(path: str, name: str) -> tuple[Any, pathlib.Path]:

@@ -18,6 +18,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -153,6 +154,9 @@ def parts_of(value: Any, names: Container[str] | None = None) -> Iterator[tuple[
     """The objects that a value holds directly, each with the step that leads there; ``names`` as in ``reachable``."""
     most = MOST if names is None else FEW
     if isinstance(value, ModuleType):
+        return
+    if isinstance(value, PurePath):  # it keeps what was asked of it
+        yield " as text", PurePath.__str__(value)
         return
     if isinstance(value, FunctionType):
         yield from _of_function(value)

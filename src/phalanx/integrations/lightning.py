@@ -185,6 +185,8 @@ def _evaluation(module: Any, fields: Mapping[str, Any]) -> phalanx.Evaluation:
         raise UsageError("val_dataloaders draws samples by weights; let it have each once")
     size = fields["batch_size"]
     samples = steps.Numbered(fields["data"], size, fields["collate_fn"], drop_last=fields["drop_last"])
+    if not len(samples):
+        raise UsageError(f"val_dataloaders has no batch of {size}, and drops a smaller one; give drop_last=False")
     steps.tell(module, num_val_batches=[-(-len(samples) // size)])
     probe = copy.deepcopy(module).eval()
     with kept(), torch.no_grad():

@@ -57,10 +57,10 @@ def _kind(loader: Any) -> str:
 
 def _order(loader: Any, name: str) -> dict[str, Any]:
     sampler, samples = loader.sampler, len(loader.dataset)
-    kind = type(sampler)
-    if kind is loading.SequentialSampler:
+    kind, whole = type(sampler), len(getattr(sampler, "data_source", loader.dataset)) == samples
+    if kind is loading.SequentialSampler and whole:
         return {"shuffle": False}
-    if type(loader.batch_sampler) is loading.BatchSampler and getattr(sampler, "num_samples", None) == samples:
+    if type(loader.batch_sampler) is loading.BatchSampler and whole and getattr(sampler, "num_samples", 0) == samples:
         if kind is loading.RandomSampler and not sampler.replacement and sampler.generator is None:
             return {"shuffle": True}
         if kind is loading.WeightedRandomSampler and sampler.replacement and sampler.generator is None:

@@ -118,8 +118,9 @@ class _Network(BaseEstimator):
             return []
         weight = np.ones(len(y)) if sample_weight is None else sample_weight
         weight = check_array(weight, ensure_2d=False, dtype="float32", input_name="sample_weight")
-        if self.class_weight is not None and len(weight) == len(y):
-            weight = weight * compute_sample_weight(self.class_weight, y)
+        weight, here = weight.astype(float), weight > 0
+        if self.class_weight is not None and here.any() and weight.shape == (len(y),):
+            weight[here] *= compute_sample_weight(self.class_weight, y[here])
         if weight.shape != (len(y),) or weight.min() < 0 or not weight.any():
             found = f"has shape {weight.shape} and values from {weight.min()} to {weight.max()}, with class_weight"
             raise phalanx.UsageError(f"sample_weight {found}; give {len(y)} numbers of at least 0, not zero for all")

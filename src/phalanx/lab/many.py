@@ -27,7 +27,7 @@ from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.messages import DriverChannel, caused, ended, sendable
 from phalanx.engines.processes.serialization import adopt_environment, described, pack, pack_each, unpack, unpack_one
 from phalanx.engines.processes.starter import WARM
-from phalanx.errors import PhalanxError, RunError, UsageError, safe_str
+from phalanx.errors import RunError, UsageError, safe_str
 from phalanx.frameworks.registry import in_use, numeric_environment, reduced, starting
 from phalanx.recipe import Recipe
 from phalanx.run.observers import checked_callbacks
@@ -38,6 +38,7 @@ from phalanx.surroundings import interrupts, presence, system
 DEATHS = 3  # of one job's processes in a row, that end it
 POLL_MILLISECONDS = 100
 HERE = "phalanx.lab.many"
+READY = ("ready",)  # a job tells that it hears Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,13 @@ def train_all(
     ----------
     recipes : list, or dict of str
         Recipes, or tuples (recipe, evaluation) or (recipe, evaluation, callbacks). A dict names them. Callbacks are
-        called in the job's process; afterwards those here have the state that they had there.
+        called in the job's process. Afterwards those here have the state that they had there: ``begin``, ``load`` and
+        ``end`` are called here, too.
     workers : int or "auto"
         How many train at a time. "auto": as many as keep this machine's cores busy.
     run_dir : str or path, optional
-        Each run is kept in a folder of it, by its name or number. The same call again goes on.
+        Each run is kept in a folder of it, by its name or number. The same call again goes on. Without it what
+        callbacks write into the run's folder is gone afterwards.
     devices : list of str, optional
         One for each process, for recipes on accelerators, which are refused without.
     progress : bool or "auto"
@@ -120,12 +123,11 @@ def train_all(
             "the same digests: [recipe.train() for recipe in recipes]"
         )
     where = None if run_dir is None else checks.path("run_dir", run_dir)
-    named = {str(name): value for name, value in recipes.items()} if isinstance(recipes, Mapping) else None
-    listed = list(named.values() if named is not None else recipes)
-    names = list(named or map(str, range(len(listed))))
+    named = _named(recipes)
+    given = named if isinstance(recipes, Mapping) else None
     with contextlib.ExitStack() as held:
         folder = where or pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-")))
-        jobs = [_job(name, value, folder, kept=where is not None) for name, value in zip(names, listed, strict=True)]
+        jobs = [_job(name, value, folder, kept=where is not None) for name, value in named.items()]
         places = _places(workers, devices, jobs)
         outcomes: list[Any] = [None] * len(jobs)
         try:
@@ -135,12 +137,13 @@ def train_all(
                 _bar(len(jobs), progress) as tell,
             ):
                 for number, outcome in crew.outcomes():
-                    outcomes[number] = _result(jobs[number], outcome, kept=where is not None)
+                    with interrupts.held():  # Ctrl-C comes out of the crew, which has all steps ended
+                        outcomes[number] = _result(jobs[number], outcome, kept=where is not None)
                     tell(jobs[number].name, outcomes[number])
         except KeyboardInterrupt as error:
-            error.results = _as_given(outcomes, named)  # type: ignore[attr-defined]
+            error.results = _as_given(outcomes, given)  # type: ignore[attr-defined]
             raise
-    return _checked(outcomes, jobs, named)
+    return _checked(outcomes, jobs, given)
 
 
 class Crew:
@@ -159,7 +162,7 @@ class Crew:
         self._alive: dict[int, tuple[WorkerHandle, str]] = {}
         self._told: dict[int, Any] = {}  # what a job said at its end
         self._deaths = Counter[int]()
-        self._output = Output()
+        self._output, self._poller = Output(), select.poll()
         self._memories = [Memory(0), Memory(0)]
         try:
             code = [value for job in jobs for value in vars(job.recipe).values() if callable(value)]
@@ -184,8 +187,8 @@ class Crew:
                 yield from self._listen()
         except KeyboardInterrupt:
             self._waiting.clear()
-            for handle, _ in self._alive.values():
-                handle.send(signal.SIGINT)
+            for handle, _ in self._alive.values():  # one that is not ready would not hear it, and has begun nothing
+                handle.send(signal.SIGINT if handle.ready else signal.SIGKILL)
             while self._alive:
                 interrupts.check()
                 yield from self._listen()
@@ -207,31 +210,39 @@ class Crew:
             handle = WorkerHandle(number, inherited, HERE)
             self._alive[number] = handle, place
             self._output.follow(handle.pipes)
-            handle.channel.send_bytes(place.encode())
+            for fd in handle.watched:
+                self._poller.register(fd, select.POLLIN)
+            with contextlib.suppress(OSError):  # it has died, which shows elsewhere
+                handle.channel.send_bytes(place.encode())
 
     def _listen(self) -> Iterator[tuple[int, Any]]:
         """Carry what jobs print, take their messages, and clear away those that have ended."""
-        poller = select.poll()
-        for fd in [fd for handle, _ in self._alive.values() for fd in handle.watched]:
-            poller.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poller.poll(POLL_MILLISECONDS)}
-        gone = set(self._output.carry(ready))
+        ready = {fd for fd, _ in self._poller.poll(POLL_MILLISECONDS)}
+        for fd in self._output.carry(ready):  # a job may close its output, and go on
+            self._poller.unregister(fd)
         for number, (handle, _) in list(self._alive.items()):
-            dead = handle.pidfd in ready or bool(gone & set(handle.pipes))
-            if handle.channel.fileno() in ready:
-                messages, goes_on = handle.heard()
-                dead = dead or not goes_on
-                for told in messages:
-                    self._told[number] = told
-            if dead:
+            goes_on = handle.channel.fileno() not in ready or self._hear(number, handle)
+            if handle.pidfd in ready or not goes_on:
                 yield from self._cleared(number)
+
+    def _hear(self, number: int, handle: WorkerHandle) -> bool:
+        """Take messages that have come; whether there may be more."""
+        messages, goes_on = handle.heard()
+        for told in messages:
+            if told == READY:
+                handle.ready = True
+            else:
+                self._told[number] = told
+        return goes_on
 
     def _cleared(self, number: int) -> Iterator[tuple[int, Any]]:
         handle, place = self._alive.pop(number)
         self._places.append(place)
-        with contextlib.suppress(OSError):  # what it said last
-            for told in handle.heard()[0]:
-                self._told[number] = told
+        for fd in handle.watched:
+            with contextlib.suppress(KeyError):  # its output had ended before
+                self._poller.unregister(fd)
+        if handle.channel.poll():  # else a process that it has left behind may hold the other end
+            self._hear(number, handle)
         self._output.forget(handle.pipes)
         status = handle.end()
         if number in self._told:
@@ -249,6 +260,7 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
     """Be the process of job ``number``: train it, and say how that went."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # one is sent to let the step end
     caller = DriverChannel(channel)
+    caller.tell(*READY)
     environment_memory, jobs = (Memory(0, fd) for fd in inherited)
     try:
         environment = unpack(environment_memory)
@@ -269,6 +281,9 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
         caller.tell("interrupted")
     except Exception as error:
         caller.tell("failed", *sendable(error))
+    except BaseException as error:
+        told = f"its code ended its process, by {type(error).__name__}({safe_str(error)})"
+        caller.tell("failed", *sendable(caused(RunError(told), error)))
 
 
 def _check_place(result: Result) -> None:
@@ -282,6 +297,19 @@ def _check_place(result: Result) -> None:
 def _code(status: int) -> int:
     """A wait status as subprocess tells it: negative for a signal."""
     return -(status & 0x7F) if status & 0x7F else status >> 8
+
+
+def _named(recipes: Any) -> dict[str, Any]:
+    """What the caller gave, by name or number."""
+    if not isinstance(recipes, Iterable):
+        raise UsageError(f"recipes is {checks.shown(recipes)}; it must be a list of recipes, or a dict of them by name")
+    pairs = recipes.items() if isinstance(recipes, Mapping) else enumerate(recipes)
+    named = dict[str, Any]()
+    for name, value in pairs:
+        if str(name) in named:
+            raise UsageError(f"recipes has the name {str(name)!r} twice, as text; give each a name of its own")
+        named[str(name)] = value
+    return named
 
 
 def _job(name: str, value: Any, folder: pathlib.Path, *, kept: bool) -> Job:
@@ -335,7 +363,9 @@ def _result(job: Job, outcome: Any, *, kept: bool) -> Any:
         return error if cause is None else caused(error, cause)
     try:
         result = dataclasses.replace(job.train(), **facts[0])
-    except PhalanxError as error:  # its folder was changed meanwhile
+    except Exception as error:  # its folder was changed meanwhile, or a callback raised here
+        if interrupts.of_handler(error):
+            raise
         return error
     if kept:
         return result
@@ -350,7 +380,9 @@ def _as_given(outcomes: Iterable[Any], named: Mapping[str, Any] | None) -> Any:
 
 
 def _checked(outcomes: Sequence[Any], jobs: Sequence[Job], named: Mapping[str, Any] | None) -> Any:
-    """The results; one RunError if some recipes failed."""
+    """The results; one RunError if some recipes failed. There was no Ctrl-C here, so all have ended."""
+    stopped = RunError("its process was interrupted, though there was no Ctrl-C here")
+    outcomes = [stopped if one is None else one for one in outcomes]
     failed = [(job.name, one) for job, one in zip(jobs, outcomes, strict=True) if isinstance(one, Exception)]
     results = _as_given(outcomes, named)
     if failed:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import phalanx
+from phalanx.definition.generators import kept
 from phalanx.integrations.transformers.arguments import check, settled_by
 from phalanx.integrations.transformers.loss import Collate, Look
 from phalanx.integrations.transformers.metrics import Measured, no_target
@@ -64,7 +65,7 @@ def recipe(
         raise phalanx.UsageError(f"args is a {type(args).__name__}; it must be transformers.TrainingArguments")
     check(args, fields)
     maker = functools.partial(_model, model_init, args.gradient_checkpointing, args.use_cache)
-    with torch.random.fork_rng(devices=[]):
+    with kept():
         model = maker()
     look, settled = Look.at(model, args), settled_by(fields)
     own: dict[str, Any] = _plain(args) | {

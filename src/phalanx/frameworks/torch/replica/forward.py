@@ -236,8 +236,8 @@ class Forward:
         if tells:
             loss = functools.partial(self._told, batch, origin, metrics.forward_fn)
         else:
-            seen = self._seen(batch) if self._takes_model and metrics.target_fn is None else target
-            loss = functools.partial(self._measured, output, seen)
+            whole = self._takes_model and not (self._over_batch and self._definition.target_fn)  # it takes the batch
+            loss = functools.partial(self._measured, output, self.to_device(batch) if whole else target)
         return metrics.see(output, target, _home, loss)
 
     def _told(self, batch: Any, origin: str, forward_fn: Callable[..., Any] | None) -> Any:
