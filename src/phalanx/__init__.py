@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from phalanx import callbacks as callbacks
 from phalanx import testing as testing
 from phalanx.checkpoint.resume import Loaded, load
-from phalanx.definition.data import Stream
 from phalanx.definition.evaluation import Evaluation
 from phalanx.definition.fields import Phase, weighted
 from phalanx.definition.metrics import whole
+from phalanx.definition.stream import Stream
 from phalanx.errors import (
     CorruptionError,
     LeftError,

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.definition import checks, generators
 from phalanx.definition.checks import VERBS, answering
-from phalanx.definition.data import Columns, Samples, Stream, open_data, unframed
+from phalanx.definition.data import Columns, Samples, open_data, unframed
 from phalanx.definition.sampling import Batches, BatchPlan, WeightedPlan, bounds_of, checked_weights
+from phalanx.definition.stream import Stream
 from phalanx.errors import UsageError
 from phalanx.plan.orders import Plan, steps_per_epoch
 from phalanx.plan.rounds import Rounds
@@ -472,21 +473,13 @@ class Definition:
                 f"shuffle is False, but the stream has shuffle_buffer={self.stream.shuffle_buffer}; leave one of them "
                 "out: without a buffer a stream is never shuffled"
             )
-        self._check_shards()
+        if self.stream is not None:
+            self.stream.check(self.replicas, self.global_batch)
         samples = self.samples
         if self.drop_last and samples is not None and self.global_batch > samples:
             raise UsageError(
                 f"drop_last is True and a batch has {self.global_batch} samples, but data has {samples}: every "
                 "batch would be dropped; lower batch_size, or set drop_last=False"
-            )
-
-    def _check_shards(self) -> None:
-        shards = None if self.stream is None else self.stream.shards
-        if shards is not None and not self.replicas <= min(shards, self.global_batch):
-            few = "shards" if shards < self.replicas else "batch_size"
-            raise UsageError(
-                f"{few} is {min(shards, self.global_batch)} and replicas is {self.replicas}, but each replica takes "
-                f"its samples from shards of its own; raise {few}, or lower replicas"
             )
 
 

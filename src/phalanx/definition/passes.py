@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from phalanx.definition import checks, generators
-from phalanx.definition.data import Shard, is_array, own
+from phalanx.definition.data import is_array, own
 from phalanx.definition.fields import Definition
 from phalanx.definition.plain import Each, encoded, hashed
+from phalanx.definition.stream import Shard
 from phalanx.errors import PhalanxError, RunError, UsageError, WorkerError, safe_str
 from phalanx.plan.keys import buffer_slot, iterable_key, shard_seed, stream_sample_key
 from phalanx.surroundings import interrupts

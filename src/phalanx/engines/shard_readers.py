@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
 import time
 from collections import deque
@@ -21,9 +20,10 @@ from phalanx.definition.passes import Mark, Pass, Readings, Source
 from phalanx.definition.shards import shards_of
 from phalanx.engines.processes.driver import beside
 from phalanx.engines.processes.handle import Output, WorkerHandle
-from phalanx.engines.processes.serialization import pack_recipe, unpack_bytes
+from phalanx.engines.processes.serialization import pack_recipe, pieces_of, unpack_bytes
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.shard_reading import AHEAD, CLOSE, ENDED, HEADER, LEFT, OPEN, SAID, SAMPLES, TOOK
+from phalanx.frameworks.registry import reduced_sample
 from phalanx.shared.inputs import HANGING_SECONDS
 from phalanx.shared.memory import Memory, aligned
 from phalanx.surroundings import interrupts
@@ -163,7 +163,7 @@ class ShardReaders:
         process = self._process_of(remote)
         if process is not None:
             with contextlib.suppress(OSError):
-                process.handle.channel.send_bytes(pickle.dumps((kind, remote.key, *facts)))
+                process.handle.channel.send_bytes(b"".join(pieces_of((kind, remote.key, *facts), reduced_sample)))
 
     def forget(self, remote: Remote) -> None:
         """A shard is read no more."""

@@ -8,7 +8,6 @@ is raised there, and the answer is the same.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import queue
 import select
 import signal
@@ -22,9 +21,9 @@ from typing import Any
 from phalanx.definition.fields import Definition, unpacked
 from phalanx.definition.passes import Mark, Pass, Reading, Readings, apart
 from phalanx.engines.processes.messages import DriverChannel
-from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack
+from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack, unpack_bytes
 from phalanx.frameworks.registry import reading, reduced_sample, starting
-from phalanx.shared.memory import Memory
+from phalanx.shared.memory import Memory, aligned
 from phalanx.surroundings.presence import CURRENT
 
 OPEN, TOOK, CLOSE = "open", "took", "close"  # what the caller says
@@ -93,7 +92,7 @@ class _Reader:
                 if shard.held and (due is None or time.monotonic() - shard.since > HELD_SECONDS):
                     self._hand(key, shard)
             while self._poller.poll(0 if due else None):
-                self._hear(*pickle.loads(self._caller.received()))  # noqa: S301  from the process that started this one
+                self._hear(*unpack_bytes(aligned(self._caller.received())))
                 due = self._due()
             if due:
                 self._read(*due)

@@ -374,11 +374,9 @@ class Engine(Protocol):
     options, progress, seen : RunOptions, Progress, Seen
         What is noted about the run.
     workers : int
-        W.
     environment : context manager
         Entered around many steps if nobody looks at the state between them.
     framework : str
-        The name of the recipe's.
     reading : context manager
         Entered around reading a stream in this process: generators and threads are the run's. Re-entrant.
     eval_point : callable
