@@ -141,8 +141,9 @@ class Recipe(Definition):
             W, at most ``replicas``. "auto": the run starts in this process, and hands over to one worker per core once
             they are up, if that is faster.
         readers : int or "auto"
-            Processes that read a dataset ahead (``docs/inputs.md``). "auto": one for each worker, as far as cores are
-            left. 0: none. Arrays and lists have none. The caller reads a stream, so a number only brings a warning.
+            Processes that read a dataset, or a stream's shards, ahead (``docs/inputs.md``). "auto": one for each
+            worker, as far as cores are left. 0: none. Arrays and lists have none. The caller reads a stream without
+            shards, so a number only brings a warning.
         engine : "auto", "inline", "processes" or "distributed"
             Where workers live: "inline" is this process, "distributed" all processes of a torch.distributed world
             (``docs/hosts.md``). "auto": distributed in such a world, else processes if ``workers`` is more than 1.

@@ -131,7 +131,7 @@ def test_batches_that_are_brought_between(tmp_path):
 def test_readers_of_a_stream_are_warned_of():
     """A stream is read by the caller, so a number of readers has no effect, and that is said."""
     made = recipe(size=16, epochs=2)
-    with pytest.warns(UserWarning, match="readers is 2, but a stream is read in the caller's process"):
+    with pytest.warns(UserWarning, match="readers is 2, but a stream without shards is read in the caller's process"):
         result = made.train(engine="inline", readers=2)
     assert_same(made.train(engine="inline", readers="auto"), result)
 

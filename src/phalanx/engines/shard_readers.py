@@ -23,7 +23,7 @@ from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.serialization import pack_recipe, pieces_of, unpack_bytes
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.shard_reading import AHEAD, CLOSE, ENDED, HEADER, LEFT, OPEN, SAID, SAMPLES, TOOK
-from phalanx.frameworks.registry import reduced_sample
+from phalanx.frameworks.registry import reduced_copy
 from phalanx.shared.inputs import HANGING_SECONDS
 from phalanx.shared.memory import Memory, aligned
 from phalanx.surroundings import interrupts
@@ -163,7 +163,7 @@ class ShardReaders:
         process = self._process_of(remote)
         if process is not None:
             with contextlib.suppress(OSError):
-                process.handle.channel.send_bytes(b"".join(pieces_of((kind, remote.key, *facts), reduced_sample)))
+                process.handle.channel.send_bytes(b"".join(pieces_of((kind, remote.key, *facts), reduced_copy)))
 
     def forget(self, remote: Remote) -> None:
         """A shard is read no more."""

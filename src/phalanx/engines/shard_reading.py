@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition.fields import Definition, unpacked
-from phalanx.definition.passes import Mark, Pass, Reading, Readings, apart
+from phalanx.definition.passes import Mark, Pass, Reading, Readings, apart, following
 from phalanx.engines.processes.messages import DriverChannel
 from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack, unpack_bytes
-from phalanx.frameworks.registry import reading, reduced_sample, starting
+from phalanx.frameworks.registry import reading, reduced_copy, starting
 from phalanx.shared.memory import Memory, aligned
 from phalanx.surroundings.presence import CURRENT
 
@@ -49,12 +49,26 @@ class Ahead:
     def __init__(self, which: Pass, mark: Mark, number: int) -> None:
         self.which, self.mark, self.number = which, mark, number
         self.reading: Reading | None = None
-        self.held = list[
-            tuple[str, Any, Mark | None]
-        ]()  # samples that are read: running hash, itself, a mark behind it
+        self.fresh = list[Any]()  # samples that are read, not hashed yet: many at once, as code that is warm is fast
+        self.held = list[tuple[str, Any, Mark | None]]()  # those that are hashed: the running hash, a mark behind it
         self.since = 0.0
         self.sizes = deque[int]()  # of the samples that are on their way
-        self.over = False
+        self.over = self.left = False  # whether no more is read here; whether the caller has to read on
+
+    @property
+    def waiting(self) -> int:
+        """Samples that are not sent yet."""
+        return len(self.fresh) + len(self.held)
+
+    def hash(self) -> None:
+        """Hash what is fresh; the caller has those before ``number``."""
+        assert self.reading is not None
+        first = self.reading.number - len(self.fresh) + 1
+        for number, sample in enumerate(self.fresh, first):
+            self.reading.hash = following(self.reading.hash, sample)
+            if number > self.number:
+                self.held.append((self.reading.hash, sample, None))
+        self.fresh = []
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
@@ -75,7 +89,7 @@ class _Reader:
     def __init__(self, caller: DriverChannel, definition: Definition, channel: int) -> None:
         self._caller, self._definition = caller, definition
         self._readings, self._apart = Readings(definition), apart(definition)
-        self._shards = dict[int, Ahead]()
+        self._shards, self._last = dict[int, Ahead](), 0
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         self._sent = queue.SimpleQueue[Any]()
@@ -89,7 +103,7 @@ class _Reader:
         while True:
             due = self._due()
             for key, shard in self._shards.items():
-                if shard.held and (due is None or time.monotonic() - shard.since > HELD_SECONDS):
+                if shard.waiting and (due is None or time.monotonic() - shard.since > HELD_SECONDS):
                     self._hand(key, shard)
             while self._poller.poll(0 if due else None):
                 self._hear(*unpack_bytes(aligned(self._caller.received())))
@@ -111,47 +125,62 @@ class _Reader:
 
     def _due(self) -> tuple[int, Ahead] | None:
         """The shard to read a sample of now."""
+        if (last := self._shards.get(self._last)) is not None and last.waiting and not last.over:
+            return self._last, last  # one after another, as what is sent together costs less
         bytes_ahead = sum(sum(shard.sizes) for shard in self._shards.values())
         most = AHEAD if bytes_ahead < AHEAD_BYTES else 1
-        due = [(len(shard.sizes) + len(shard.held), key) for key, shard in self._shards.items() if not shard.over]
+        due = [(len(shard.sizes) + shard.waiting, key) for key, shard in self._shards.items() if not shard.over]
         least, key = min(due, default=(AHEAD, 0))
         return (key, self._shards[key]) if least < most else None
 
     def _read(self, key: int, shard: Ahead) -> None:
-        CURRENT.step, CURRENT.epoch = None, shard.which.epoch
+        self._last, CURRENT.step, CURRENT.epoch = key, None, shard.which.epoch
         try:
             if shard.reading is None:
                 shard.reading = self._readings.opened(shard.which, shard.mark)
+                shard.reading.hashes = False
             at = shard.reading
             sample = at.next()
-            due = not at.ended and at.number - shard.mark.number >= self._apart
-            mark = at.mark() if due else None
-            shard.mark = mark or shard.mark
             shard.over = at.ended
-            if at.number > shard.number and not at.ended:  # the caller has those before
-                shard.since = shard.since if shard.held else time.monotonic()
-                shard.held.append((at.hash, sample, mark))
-            whole = not (shard.held and (at.ended or len(shard.held) == HELD)) or self._hand(key, shard)
-            if at.ended and whole:
+            if not at.ended:
+                shard.since = shard.since if shard.waiting else time.monotonic()
+                shard.fresh.append(sample)
+                self._mark(shard, at)
+            if at.ended or shard.waiting >= HELD:
+                self._hand(key, shard)
+            if at.ended and not shard.left:
                 self._say(key, ENDED)
         except Exception:  # it is raised again where the caller reads it
-            shard.over, shard.held = True, []
-            self._say(key, LEFT)
+            self._leave(key, shard)
 
-    def _hand(self, key: int, shard: Ahead) -> bool:
-        """Send the samples that were held; returns whether they can be sent."""
+    def _mark(self, shard: Ahead, at: Reading) -> None:
+        """Now and then, mark where the iterable is."""
+        if at.number - shard.mark.number < self._apart:
+            return
+        shard.hash()
+        mark = at.mark()
+        shard.mark = mark or shard.mark
+        if shard.held:
+            shard.held[-1] = *shard.held[-1][:2], mark
+
+    def _hand(self, key: int, shard: Ahead) -> None:
+        """Send the samples that are not sent yet."""
+        shard.hash()
         held, shard.held = shard.held, []
         try:
             size = self._say(key, SAMPLES, *held)
-        except Exception:  # they cannot be sent: the caller reads on here
-            shard.over = True
-            self._say(key, LEFT)
-            return False
-        shard.sizes.extend([size // len(held)] * len(held))
-        return True
+        except Exception:
+            self._leave(key, shard)
+        else:
+            shard.sizes.extend([size // max(1, len(held))] * len(held))
+
+    def _leave(self, key: int, shard: Ahead) -> None:
+        """Leave the rest of a shard to the caller: it cannot be read, or sent, here."""
+        shard.over, shard.left, shard.fresh, shard.held = True, True, [], []
+        self._say(key, LEFT)
 
     def _say(self, key: int, kind: str, *facts: Any) -> int:
-        pieces = pieces_of((key, kind, facts), reduced_sample)
+        pieces = pieces_of((key, kind, facts), reduced_copy)
         content = b"".join(pieces)
         self._sent.put(len(content).to_bytes(HEADER, "little") + content)
         return len(content)

@@ -118,7 +118,7 @@ class Record:
         """The first words of warnings that nobody needs to see in a worker."""
         return ()
 
-    def reduced(self, thing: Any, *, alone: bool) -> Any:
+    def reduced(self, thing: Any, *, alone: bool, own: bool) -> Any:
         """How its arrays are pickled (``alone``: without the memory around them); NotImplemented for all else."""
         return NotImplemented
 

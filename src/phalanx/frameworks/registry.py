@@ -195,15 +195,19 @@ def as_factory(model: Any) -> Any:
     return model if framework is not None and framework.takes_models else lambda: model
 
 
-def reduced(thing: Any, *, alone: bool = False) -> Any:
-    """How a framework's arrays are pickled (``alone``: as samples of a step); NotImplemented for all else."""
+def reduced(thing: Any, *, alone: bool = False, own: bool = False) -> Any:
+    """How a framework's arrays are pickled; NotImplemented for all else.
+
+    ``alone``: as samples of a step. ``own``: none of them shares memory with another.
+    """
     for record in EVERYWHERE:
-        if (how := record.reduced(thing, alone=alone)) is not NotImplemented:
+        if (how := record.reduced(thing, alone=alone, own=own)) is not NotImplemented:
             return how
     return NotImplemented
 
 
 reduced_sample = functools.partial(reduced, alone=True)
+reduced_copy = functools.partial(reduced, alone=True, own=True)
 
 
 def reading(framework: str, definition: Definition) -> tuple[AbstractContextManager[Any], Callable[[Any], Any] | None]:

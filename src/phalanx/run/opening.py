@@ -28,8 +28,8 @@ from phalanx.surroundings.turns import Turns
 
 AGAIN_SECONDS = 1.0  # from one try to take over a directory to the next
 AHEAD = (
-    "readers is {}, but a stream is read in the caller's process, so it has no effect; make_iterable may return a "
-    "torch DataLoader(dataset, batch_size=None, num_workers=1), which reads ahead"
+    "readers is {}, but a stream without shards is read in the caller's process, so it has no effect; give it shards=, "
+    "or let make_iterable return a torch DataLoader(dataset, batch_size=None, num_workers=1), which reads ahead"
 )
 
 

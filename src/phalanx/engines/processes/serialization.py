@@ -342,6 +342,11 @@ def _cached(function: Any, parameters: dict[str, Any]) -> Any:
 
 def _importable(module: ModuleType) -> bool:
     """Whether a new interpreter with the same path finds the module; import hooks of this process do not count."""
+    return _importable_by(module, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=4096)  # samples that travel ask again and again, and finders look at files
+def _importable_by(module: ModuleType, _: tuple[str, ...]) -> bool:
     name, spec = module.__name__, module.__spec__
     if spec is None:  # part of an extension module, or made by hand
         above = sys.modules.get(name.rpartition(".")[0])
@@ -349,8 +354,8 @@ def _importable(module: ModuleType) -> bool:
     if spec.origin in ("built-in", "frozen"):
         return True
     parent = sys.modules.get(name.rpartition(".")[0])
-    path = getattr(parent, "__path__", None)
-    return any(finder.find_spec(name, path) is not None for finder in sources.finders())
+    below = getattr(parent, "__path__", None)
+    return any(finder.find_spec(name, below) is not None for finder in sources.finders())
 
 
 def _found_again(module: ModuleType) -> bool:

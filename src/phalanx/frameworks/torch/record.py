@@ -131,15 +131,18 @@ def _restoring(get: Callable[..., Any], put: Callable[..., Any], which: tuple[in
     return functools.partial(put, get(*which), *which)
 
 
-def reduced(thing: Any, *, alone: bool) -> Any:
+def reduced(thing: Any, *, alone: bool, own: bool) -> Any:
     """How a storage is pickled: as its memory, once for all tensors in it. NotImplemented for all else.
 
-    ``alone``, for what only one step needs: a tensor that is a small part of its memory goes without the rest.
+    ``alone``, for what only one step needs: a tensor that is a small part of its memory goes without the rest. ``own``:
+    a plain tensor goes as numpy's array, which takes a fifth of the time.
     """
+    if own and type(thing) is torch.Tensor and _plain(thing):
+        return torch.from_numpy, (thing.numpy(),)
     if alone and type(thing) is torch.Tensor and thing.device.type == "cpu" and thing.layout is torch.strided:
         if thing.untyped_storage().nbytes() > 2 * thing.nbytes + SMALL_BYTES:
-            own = thing.detach().clone(memory_format=torch.preserve_format)
-            return own.requires_grad_(thing.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            cut = thing.detach().clone(memory_format=torch.preserve_format)
+            return cut.requires_grad_(thing.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
     if isinstance(thing, torch.storage.TypedStorage):
         return _typed, (thing._untyped_storage, thing.dtype)
@@ -151,6 +154,18 @@ def reduced(thing: Any, *, alone: bool) -> Any:
     return NotImplemented
 
 
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether numpy has all of a tensor: dense in C order, and nothing beside the values."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.dtype not in NUMPYS:
+        return False
+    dense, steps = 1, list[int]()
+    for size in reversed(tensor.shape):
+        steps.append(dense)
+        dense *= size
+    alone = not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+    return alone and tensor.stride() == tuple(reversed(steps))
+
+
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
@@ -159,5 +174,11 @@ def _untyped(buffer: Any) -> torch.UntypedStorage:
     return torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8)).untyped_storage()
 
 
+NUMPYS = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+        torch.bool, torch.complex64, torch.complex128,
+    }
+)  # fmt: skip
 HOSTS = (Global(HOST.manual_seed, functools.partial(_restoring, HOST.get_state, HOST.set_state), HOST),)
 RECORD = TorchRecord()
