@@ -13,7 +13,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 292_500  # of the package, without docstrings and comments; lower it whenever you can
+TOKENS = 293_100  # of the package, without docstrings and comments; lower it whenever you can
 FILE_LINES = 500
 FUNCTION_LINES = 40
 TEST_LINES = 66_400  # of all files of tests; lower it whenever you can
