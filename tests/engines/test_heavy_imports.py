@@ -111,6 +111,7 @@ def test_workers_do_not_import_the_compiler(packages):
 HARMFUL = {
     "starts a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()",
     "opens /dev/zero": "device = open('/dev/zero')",
+    "opens a file": "kept = open(__file__)",  # its place would be that of all workers, so each would move the others'
     "opens socket:": "import socket\nkept = socket.socket()",
     "starts a process": "import atexit, subprocess\nnull = {'stdout': -3, 'stderr': -3}\n"
     "sleeps = subprocess.Popen(['sleep', '1000'], **null)\natexit.register(sleeps.kill)",

@@ -189,7 +189,7 @@ def _unshared() -> set[str]:
     for each in DESCRIPTORS.iterdir():
         with contextlib.suppress(OSError):  # it was the descriptor of the listing
             mode = os.fstat(int(each.name)).st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            if not stat.S_ISDIR(mode):  # files that are open have one place for all who inherit them
                 resources.add(os.readlink(each))
     return resources - {"/dev/null", "/dev/urandom", "/dev/random"}
 
