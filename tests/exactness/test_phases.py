@@ -221,6 +221,7 @@ def test_workers_and_kills(kind):
             killer.join()
             result = run.result()
         assert (result.digest, result.phase_history) == wanted
+        assert all(each.step < 12 for each in result.incidents)  # steps, not updates
 
 
 def kill(run, number):

@@ -62,6 +62,9 @@ def step(batch, **changes):
         run.step(batch)
 
 
+KERAS = type("Accuracy", (), {"update_state": print, "result": print, "__call__": print})
+
+
 def evaluate(metric_fn, data=(X, Y), **options):
     """Evaluate a right recipe's untrained model."""
     with recipe().start() as run:
@@ -616,6 +619,7 @@ RUNS = [
     ("evaluate-float64-later", evaluated_later, "is float64", ".astype(numpy.float32)"),
     ("evaluate-batch_size", lambda: evaluate(accuracy, batch_size=0), "batch_size is 0", "at least 1"),
     ("Evaluation-metric", lambda: phalanx.Evaluation(3, (X, Y)), "metric_fn is 3", "callable"),
+    ("metric-of-keras", lambda: phalanx.Evaluation(KERAS(), (X, Y)), "metric_fn has a Accuracy", "function of a chunk"),
     ("Evaluation-data", lambda: phalanx.Evaluation(accuracy, []), "evaluation data", "length 0"),
     ("Evaluation-batch_size", lambda: phalanx.Evaluation(accuracy, (X, Y), 2.0), "batch_size is 2.0", "an integer"),
     ("save", saved, "path is '/dev'", "exists already", "another name"),

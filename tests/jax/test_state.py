@@ -135,6 +135,20 @@ def test_what_a_result_has():
     assert np.allclose(result.predict(FEATURES), expected, atol=1e-5)
 
 
+def test_the_best_and_what_is_saved_have_the_state(tmp_path):
+    """``SaveBest``, ``result.save`` and a warm start have the running statistics, too."""
+    x, y = FEATURES
+    due = phalanx.Evaluation(lambda output, target: jnp.mean(output.argmax(1) == target), (x, y), name="right")
+    result = recipe().train(engine="inline", evaluation=due, callbacks=[phalanx.callbacks.SaveBest("right", mode="max")])
+    names = {"state.mean", "state.var", "state.count", "state.table"}
+    assert names < set(result.best.weights)
+    result.save(tmp_path / "weights.safetensors")
+    begun = recipe(steps=0).train(engine="inline", warm_start=tmp_path / "weights.safetensors")
+    for name, leaf in result.model[1].items():
+        assert np.array_equal(begun.model[1][name], leaf), name
+    assert recipe(steps=0).train(engine="inline", warm_start=result.best).digest
+
+
 def test_refused():
     """A model without a state, an output without one, another form, and several devices are told by name."""
     with pytest.raises(phalanx.UsageError, match=r"return \(params, state\)"):

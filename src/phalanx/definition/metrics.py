@@ -329,6 +329,11 @@ def _metric(value: Any) -> Any:
         return Loss() if value == OWN_LOSS else None
     if all(callable(getattr(value, name, None)) for name in OBJECT):
         return Folded(value)
+    if callable(getattr(value, "update_state", None)):  # of Keras: called with (target, output), and it keeps both
+        raise UsageError(
+            f"metric_fn has a {type(value).__name__}, which keeps what it has seen and cannot be merged; write a "
+            "function of a chunk, as in lambda output, target: (output.argmax(1) == target).float().mean()"
+        )
     return Mean(value) if callable(value) else None
 
 

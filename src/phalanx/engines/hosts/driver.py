@@ -308,13 +308,14 @@ class Distributed(Changing[Processes]):
 
     def _note(self, chosen: dict[str, Any], lost: dict[int, str], error: str, pause: float) -> None:
         """Note who was lost and who joined; or that the same members began anew, as one has lost a worker."""
+        step = self._definition.rounds.at(chosen["step"]).step
         what = [("lost", rank, why) for rank, why in lost.items()]
         what += [("joined", rank, f"{self._world.named(rank)} has joined") for rank in chosen["joined"]]
         for kind, rank, why in what or [("again", -1, error)]:
             text = f"{why}; went on after {pause:.2f} s, processes: {self._world.size}"
-            self.progress.incidents.append(Incident(time.perf_counter(), kind, rank, chosen["step"], text))
+            self.progress.incidents.append(Incident(time.perf_counter(), kind, rank, step, text))
             if self.progress.leads:
-                checks.warn(f"step {chosen['step']}: {text}")
+                checks.warn(f"step {step}: {text}")
 
     def _note_dropped(self) -> None:
         """Note messages from outside that did not fit: the first, whenever there are twice as many, and at the end."""
@@ -323,7 +324,7 @@ class Distributed(Changing[Processes]):
         if new > self._dropped or (new and self._finished):
             self._dropped += new
             facts = ", ".join(f"{count} {why}" for why, count in sorted(dropped.items()))
-            self.progress.incidents.append(Incident(time.perf_counter(), "dropped", -1, self._steps - 1, facts))
+            self.progress.incidents.append(Incident(time.perf_counter(), "dropped", -1, self.progress.steps - 1, facts))
 
     def _check_batch(self, step: int, batch: Any) -> None:
         """Every process must bring the same batch, as each computes its replicas' shares of it."""

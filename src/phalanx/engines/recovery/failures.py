@@ -194,7 +194,8 @@ class FailureLog:
         self._tasks += kind == TASK
 
     def note(self, kind: str, worker: int, step: int, why: str = "") -> None:
-        """Note an incident."""
+        """Note an incident in an update."""
+        step = step if step < 0 else self._definition.rounds.at(step).step
         self._incidents.append(Incident(time.perf_counter(), kind, worker, step, why))
 
     def computes(self, worker: int) -> bool:

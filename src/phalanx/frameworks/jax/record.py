@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+
+import numpy as np
 
 from phalanx.definition import generators
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
-from phalanx.frameworks.record import Collate, Made, OptionalRecord
+from phalanx.frameworks.record import Collate, Made, OptionalRecord, stored
 from phalanx.seams import Framework
 from phalanx.seams.records import Tensor
 from phalanx.surroundings.turns import Reentrant
@@ -74,6 +76,15 @@ class JaxRecord(OptionalRecord):
         from phalanx.frameworks.jax import environment
 
         environment.adopt(settings)
+
+    def weights(self, model: Any, params: Mapping[str, Any], instead: Mapping[str, Any]) -> dict[str, Tensor | None]:
+        """The parameters, and what the model keeps beside them."""
+        from phalanx.frameworks.jax.state import BESIDE, named
+
+        whole = super().weights(model, params, instead)
+        if isinstance(model, tuple) and len(model) == 2 and named(model[0]).keys() == params.keys():
+            whole |= {BESIDE + name: stored(np.asarray(leaf)) for name, leaf in named(model[1]).items()}
+        return whole
 
     def harmless(self) -> Sequence[str]:
         """Workers may read a cache entry while another writes it; in a folder of the user's they do warn."""

@@ -71,7 +71,8 @@ class Shown:
         """The model to look at; user code may have put weights elsewhere meanwhile."""
         for mine, weight in self._pairs:
             mine.data = weight.data
-        for name, parameter in self.trained.named_parameters() if "model" in vars(self) else ():
+        names = [name for name, _ in self.model.named_parameters()] if "model" in vars(self) else []
+        for name, parameter in zip(names, self.trained.parameters(), strict=False):  # Keras names copies anew
             version, before = self._before[name]
             if (trained := parameter.requires_grad) != before:  # the run froze or thawed it
                 self._tensors[name].requires_grad_(trained)
