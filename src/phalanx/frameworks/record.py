@@ -221,4 +221,6 @@ def array_of(stored: Tensor) -> np.ndarray:
 
 def stored(array: np.ndarray) -> Tensor | None:
     """A numpy array as a snapshot holds it; None if snapshots have no code for its dtype."""
-    return Tensor(str(array.dtype), array.shape, np.array(array, order="C")) if str(array.dtype) in CODES else None
+    # Flat, as the bytes of an array without axes cannot be taken: bytearray() takes it for a number.
+    flat = np.array(array, order="C").reshape(-1)
+    return Tensor(str(array.dtype), array.shape, flat) if str(array.dtype) in CODES else None

@@ -114,7 +114,7 @@ class Members:
         self._past: dict[int, Any] = {}
         self._expelled, self._next_done = False, 0.0
         self._proofs: dict[int, str] = {}  # what each member wants to hear of one that joins
-        self._air = _listening(address, port)
+        self._air, self._parted = _listening(address, port), False
         self.place: Place = [address, self._air.getsockname()[1]]
         self._about = {
             "me": me, "id": secrets.randbits(60), "key": door.key.hex(), "size": door.size, "port": self.place[1],
@@ -295,8 +295,9 @@ class Members:
 
     def part(self, farewell: Farewell) -> None:
         """Say how this member leaves, and end the process beside it; once, whoever says so first."""
-        if self._air.fileno() < 0:
+        if self._parted:
             return
+        self._parted = True
         with contextlib.suppress(PeersLostError, subprocess.TimeoutExpired):
             for _ in range(2):  # it may have been killed before it read that
                 self._tell({"bye": farewell._asdict()})
