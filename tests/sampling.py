@@ -57,6 +57,7 @@ EVERY_TIME = {
         "callbacks/test_state_in_evaluations.py::test_honest_code_has_one_answer_without_a_word": 1,
         "exactness/test_two_modes.py::test_engines[two workers]": 1,
         "inputs/test_drawn.py::test_resume_and_replay": 1,
+        "hosts/test_shards.py::test_each_host_reads_its_part[2-0]": 1,
     },
     "phases, micro-batches, frozen weights": {
         "exactness/test_phases.py::test_workers_and_kills": 1,
@@ -69,11 +70,9 @@ EVERY_TIME = {
         "exactness/test_over_batch.py::test_any_engine": 2,
         "exactness/test_over_batch.py::test_deaths": 1,
         "exactness/test_over_batch.py::test_resumes": 1,
-        "exactness/test_over_batch.py::test_queue_and_centre": 1,
         "exactness/test_rows.py::test_refused": 1,
         "exactness/test_rows.py::test_differing_workers": 1,
         "jax/test_over_batch.py::test_by_hand": 1,
-        "devices/test_over_batch.py::test_a_death_and_a_resume": 1,
     },
     "workers start anywhere and leave nothing": {
         "engines/test_forks.py::test_workers_end_with_the_parent_though_its_child_lives_on": 1,
@@ -94,7 +93,6 @@ EVERY_TIME = {
     "hosts and the backend": {
         "hosts/test_hosts.py::test_two_hosts": 1,
         "hosts/test_messages.py::test_whatever_comes_nobody_ends": 1,
-        "hosts/test_messages.py::test_a_stranger_is_answered_once_for_each_look": 1,
         "hosts/test_messages.py::test_a_member_goes_on_without_its_helper": 1,
         "hosts/test_secret.py::test_who_has_another_secret_is_not_believed": 1,
         "backend/test_collectives.py::test_all_reduce": 1,
@@ -109,15 +107,14 @@ EVERY_TIME = {
     },
     "estimators of scikit-learn": {
         "integrations/test_sklearn.py::test_a_fit_is_a_run": 1,
-        "integrations/test_sklearn.py::test_early_stopping": 1,
     },
     "proof, command line, documents": {
         "proof/test_chain.py::test_kills_leave_the_root": 1,
         "proof/test_replay.py::test_an_error_has_all_that_is_needed": 1,
-        "proof/test_proofs.py::test_of_several_stretches_the_first_step_that_differs_is_told": 2,
+        "proof/test_proofs.py::test_of_several_stretches_the_first_step_that_differs_is_told": 1,
         "shell/test_other_systems.py::test_runs_have_the_same_bits": 1,
         "shell/test_command_line.py::test_train_prints_what_the_library_gives": 1,
-        "shell/test_trust.py::test_no_string_of_a_run_is_imported_or_executed": 3,
+        "shell/test_trust.py::test_no_string_of_a_run_is_imported_or_executed": 1,
         "house/test_documents.py::test_documents_run[README.md]": 1,
     },
 }

@@ -73,7 +73,7 @@ def job(changes):
     )
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_loss_over_all_samples(case):
     """Chunks of seven, the last of four: the value is that of one call on all of them, for any number of workers."""

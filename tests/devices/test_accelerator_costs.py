@@ -370,6 +370,7 @@ def a_room_each(patch):
     patch.setattr(flat, "IN_FLIGHT", 1000)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("fault", "least", "most"), [(a_layer_each, 6, 6.6), (a_room_each, 7, 7.6)])
 def test_memory_of_what_is_on_the_way(fake, tmp_path, fault, least, most):
     """Beside weights, two states, a gradient and the update's own: what is sent, and two rooms for what comes."""

@@ -91,6 +91,7 @@ def test_no_device_answers_any_more(fake, tmp_path):
         failing.train(devices=named(2))
 
 
+@pytest.mark.long
 def test_slow_kernels_are_no_user_code(fake):
     """Workers that are told to stop wait for their devices first; none of them is ended for that."""
     slow = Slow(functools.partial(deep, 24, 2))

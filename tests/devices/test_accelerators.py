@@ -359,6 +359,7 @@ def test_operations_without_a_deterministic_kernel(fake, count):
     assert recipe.train(devices=named(count), nondeterministic="allow").digest
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("count", [1, 2])
 def test_hooks_see_buffers_as_on_the_cpu(fake, make, count):

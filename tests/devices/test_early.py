@@ -196,6 +196,7 @@ class Halving(nn.Module):
                 parameter.grad.div_(2)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("other", [False, True], ids=["in place", "others"])
 @pytest.mark.parametrize("batch_size", [12, 11], ids=["even", "weighted"])
 def test_gradients_that_change_after_they_were_sent(other, batch_size):

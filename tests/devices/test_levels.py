@@ -124,6 +124,7 @@ def in_order_of_hosts(made):
     made._sums = planted
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("carried", CARRIERS)
 def test_another_order_between_hosts_is_seen(carried):
     """These tests can fail: a one is lost beside 2 ** 24, and kept where that has gone."""
@@ -134,6 +135,7 @@ def test_another_order_between_hosts_is_seen(carried):
     assert bits(exchanged(replicas, 8, 4, vectors, fault=in_order_of_hosts, carried=carried)[0][0]) != wanted
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("carried", CARRIERS)
 @pytest.mark.parametrize(("count", "each"), [(2, 4), (4, 2)], ids=str)
 def test_a_host_sends_what_a_ring_of_hosts_would(count, each, carried):

@@ -106,6 +106,7 @@ class Scaled(nn.Module):
         return x * self.weight
 
 
+@pytest.mark.long
 @pytest.mark.accelerator
 def test_runs_are_clipped_by_it(monkeypatch):
     """On one, two and three devices a run ends in the bits of the loop by hand, which another norm does not have."""

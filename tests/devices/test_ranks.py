@@ -301,6 +301,7 @@ LONG = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", slow(QUICK | LONG, *QUICK))
 def test_whatever_recipes_do(name):
     """What they hang on models, keep in closures, or cut otherwise is each device's own: two and three end as one."""
@@ -423,6 +424,7 @@ def test_an_average_of_a_class_of_its_own():
     assert look(2) == look(1) != {name: value.tolist() for name, value in plain.items()}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("first", "then"), cover("averages", [1, 2], [1, 2, 3]))
 def test_averages_go_on(tmp_path, first, then):
     """A resumed run goes on with the average, on any number of devices; evaluations in between use it."""

@@ -142,7 +142,7 @@ FAULTS = {
 SLOW = {unaligned}
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "fault", [pytest.param(fault, marks=[pytest.mark.long] * (fault in SLOW), id=fault.__name__) for fault in FAULTS]
 )

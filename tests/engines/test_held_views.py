@@ -85,6 +85,7 @@ def test_of_a_frozen_weight_a_model_may_keep_anything(what):
     assert facts(recipe(HELD["numpy"], frozen=True, seed=1).train(engine="inline")) != facts(alone)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("what", HELD)
 def test_of_a_trained_weight_it_is_refused_by_name(what):
     """With the weight, and the advice, which helps."""

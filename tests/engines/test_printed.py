@@ -48,6 +48,7 @@ def lines_of(train):
     return collections.Counter(out.getvalue().splitlines())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("workers", "length", "callbacks"),
     sample("lines", itertools.product([1, 2, 3], [0, 20_000, 200_000], [[], [lambda report: None]]), 2),
@@ -139,6 +140,7 @@ class OddWarning(UserWarning):
     """A category of the caller's own."""
 
 
+@pytest.mark.long
 def test_a_warning_of_a_category_of_ones_own_keeps_it():
     """The category is the caller's class, also one that is defined in a function."""
 

@@ -184,6 +184,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_names_that_are_refused_change_nothing(workers):
     """A wrong name is refused with names that are close to it, and the run goes on to its bits."""

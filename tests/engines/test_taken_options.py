@@ -45,6 +45,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("optimizer", TENSORS)
 def test_options_that_are_tensors(optimizer):
     """They once lay in memory that the next orders were written to, so survivors trained with other rates.

@@ -167,6 +167,7 @@ def failing_once(path):
     return explode
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", sample("going on after an error", PLACES, 3))
 def test_a_run_goes_on_after_an_error(place, tmp_path):
     """A step that failed once can be done again, by iterating or stepping, to the digest of an undisturbed run."""
@@ -235,6 +236,7 @@ def bad_value(kind):
     return {"data": marked(1, 3, x=None, y=float(kind))}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "workers"), cover("values not finite", ["nan", "inf", "gradient"], [2, 3]))
 def test_a_value_that_is_not_finite_is_told_as_inline(kind, workers):
     """A NonFiniteError with the same words, step, replica, samples and state, whoever computed the replica."""

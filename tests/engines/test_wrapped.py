@@ -135,7 +135,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.longest] if name == "torch.compile" else []) for name in WRAPPED]
 )

@@ -370,6 +370,7 @@ def scaled(model, output, target):
     return (model.scale * output @ output.T).logsumexp(1).mean()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["checkpointed", "noisy", "writing", "accumulated"])
 def test_what_happens_in_a_backward_pass(kind):
     """A kept graph goes back as one that is computed again: with its generators, and what hooks write is kept."""

@@ -294,6 +294,7 @@ def test_what_a_loss_may_not_do(name, options):
 # Proofs.
 
 
+@pytest.mark.long
 def test_proofs(tmp_path):
     """replay, verify and diff of such a run, on an engine other than it had; and an audit of it in each step."""
     job = recipe("moco", 4, steps=4)

@@ -167,6 +167,7 @@ def quiet(recipe, **options):
         return seen(recipe.train(progress=False, **options))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("make", [*KEPT.values(), *APART.values()], ids=[*KEPT, *APART])
 def test_a_lone_replica_is_the_plain_loop(make):
     """R = 1 has the digest of the loop that anyone would write, with all that hooks wrote."""

@@ -271,6 +271,7 @@ def halving(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("kind", ["nan", "inf", "gradient"])
 def test_skip_leaves_everything_but_step_and_scheduler(kind, replicas):

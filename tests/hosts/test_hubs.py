@@ -88,6 +88,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.long
 def test_a_stopped_helper_ends_with_its_member():
     """A job that is stopped as a whole and then killed leaves no process."""
     done = subprocess.run([sys.executable, "-c", ALONE], stdout=subprocess.PIPE, text=True, check=False, timeout=60)

@@ -114,7 +114,7 @@ def trained(data, way, **changes):
     return recipe(data, **changes).train(**WAYS[way])
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @BY_INDEX
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])
 def test_one_buffer_filled_anew(way, kind):

@@ -139,7 +139,9 @@ def test_the_best_and_what_is_saved_have_the_state(tmp_path):
     """``SaveBest``, ``result.save`` and a warm start have the running statistics, too."""
     x, y = FEATURES
     due = phalanx.Evaluation(lambda output, target: jnp.mean(output.argmax(1) == target), (x, y), name="right")
-    result = recipe().train(engine="inline", evaluation=due, callbacks=[phalanx.callbacks.SaveBest("right/metric", mode="max")])
+    result = recipe().train(
+        engine="inline", evaluation=due, callbacks=[phalanx.callbacks.SaveBest("right/metric", mode="max")]
+    )
     names = {"state.mean", "state.var", "state.count", "state.table"}
     assert names < set(result.best.weights)
     result.save(tmp_path / "weights.safetensors")

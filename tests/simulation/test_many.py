@@ -44,6 +44,7 @@ def fallen(size, share, seeds):
     return ""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("share", SHARES)
 def test_members_agree_soon(share):
     """30 members lose one, a tenth or a third at once: all others agree that it is those, within two seconds."""
@@ -75,6 +76,7 @@ def returned(seed, looks):
     return {rank for chosen in after for rank in chosen["lost"]}, newest[0]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("looks", [(0.002, 0.01), (0.02, 0.1)], ids=["at once", "later"])
 def test_those_that_fell_come_back(looks):
     """Each asks the hubs, is let in, and is told by the one who did that who the others are; three at a time.

@@ -121,6 +121,7 @@ def test_what_a_kill_or_a_power_loss_leaves(recorded, tmp_path, kind, part):
     assert not bad
 
 
+@pytest.mark.long
 def test_a_file_that_is_never_synced_is_found(recorded, tmp_path):
     """The negative twin: without the syncs of the log, a power loss takes lines that nobody writes again."""
     log, folder, wanted = recorded

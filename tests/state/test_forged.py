@@ -235,7 +235,7 @@ FORGED = {
 }
 
 
-@pytest.mark.cases(18)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("options", EVERYWHERE, ids=["inline", "2 workers", "auto"])
 @pytest.mark.parametrize("case", FORGED)
 def test_forged_parts(tmp_path, snapshots, case, options):

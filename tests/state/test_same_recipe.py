@@ -100,6 +100,7 @@ def test_a_run_that_was_refused_has_nothing_to_give(tmp_path, workers):
     assert steps_in(tmp_path) == [2]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_run_that_was_refused_changes_no_file(tmp_path, workers, step):
