@@ -315,6 +315,23 @@ def test_other_samples_are_refused(tmp_path):
         other.train(engine="inline", run_dir=tmp_path / "run", resume="anyway")
 
 
+def test_where_shards_are_is_told_when_it_is_new():
+    """Over hosts a place travels now and then, not with each step, and whoever hears it once goes on from there."""
+    made = sharded(KnowsShard, shards=4, buffer=2, batch_size=4)
+    dealers = [Sharded(made, Readings(made).opened, contextlib.nullcontext(), apart=True) for _ in range(2)]
+    told = []
+    for _ in range(6):
+        dealings = [dealer.next() for dealer in dealers]
+        heads = dealings[0].read([0, 1]) | dealings[1].read([2, 3])
+        told.append([head.base is not None for head in heads.values()])
+        assert len({dealing.settle(heads).hash for dealing in dealings}) == 1
+        assert dealers[0].state(None) == dealers[1].state(None)
+    assert sum(map(sum, told)) in range(2, 12)
+    assert any(map(any, told))
+    alone = Sharded(made, Readings(made).opened, contextlib.nullcontext(), apart=False)
+    assert [alone.next().hash for _ in range(6)][-1] == dealings[0].drawn.hash
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -55,7 +55,10 @@ class Place(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What a process tells of a replica's share: where the replica is after it, and whether it has more samples."""
+    """What a process tells of a replica's share: where the replica is after it, and whether it has more samples.
+
+    ``base`` is None unless there is a new one: it has the numbers of all samples that wait in buffers.
+    """
 
     dealt: int
     hash: str
@@ -140,15 +143,17 @@ class Part:
         """Whether there are so many samples more."""
         return sum(line.fill(count) for _, line in self._lines) >= count
 
-    def settle(self) -> None:
-        """Now and then, note where the readers are."""
+    def settle(self) -> bool:
+        """Now and then, note where the readers are; returns whether it did."""
         for _, line in self._lines:
             line.mark()
         if self.dealt - (self.base["dealt"] if self.base else 0) < self._apart:
-            return
+            return False
         states = [line.state() for _, line in self._lines]
-        if any(state["mark"][0] for state in states):  # else all is read again in any case
-            self.base = {"dealt": self.dealt, "hash": self.hash, "turn": self._turn, "lines": states}
+        if not any(state["mark"][0] for state in states):  # all is read again in any case
+            return False
+        self.base = {"dealt": self.dealt, "hash": self.hash, "turn": self._turn, "lines": states}
+        return True
 
     def close(self) -> None:
         """Let go of what is read."""
@@ -195,10 +200,10 @@ class Dealing:
             parts = self._dealer.parts(replicas, self.places, self._shares)
             for replica, part in parts.items():
                 if replica not in self._shares:
-                    part.settle()
+                    base = part.base if part.settle() else None
                     items = part.take(self._sizes[replica])
                     more = self._last is None and part.has(self._dealer.least(replica))
-                    self._shares[replica] = Head(part.dealt, part.hash, part.base, more), items
+                    self._shares[replica] = Head(part.dealt, part.hash, base, more), items
         return {replica: self._shares[replica][0] for replica in parts}
 
     def settle(self, heads: Mapping[int, Head]) -> Drawn:
@@ -223,7 +228,9 @@ class Dealing:
             numbers += [item[0] for item in items]
             samples += [item[1] for item in items]
         digest = hashlib.sha256(b"".join(bytes.fromhex(head.hash) for head in told)).hexdigest()
-        places = [Place(*head[:3]) for head in told]
+        places = [
+            Place(head.dealt, head.hash, head.base or place.base) for head, place in zip(told, self.places, strict=True)
+        ]
         self._dealer.note(places, self.given + sum(counts), over=last)
         self.drawn = Drawn(self._dealer.epoch, tuple(numbers), samples, digest, last, tuple(counts))
         return self.drawn
