@@ -347,3 +347,24 @@ def test_a_run_over_shards_is_verified_and_replayed(tmp_path, seen):
     assert phalanx.verify(made, tmp_path).status == 0
     replayed = [phalanx.replay(made, tmp_path, step=7, replica=replica).samples for replica in range(3)]
     assert [[(n % 5, n // 5) for n in each] for each in replayed] == wanted[7][:3]
+
+
+BEHIND = (3, 6, 9, 6)  # replica 0 is the first to have no more
+
+
+def behind_of(shard, shards):
+    return (sample(100 * shard + number) for number in range(BEHIND[shard]))
+
+
+def named(output, target):
+    loss = torch.nn.functional.cross_entropy(output, target)
+    return {"loss": loss, "half": loss / 2}
+
+
+@pytest.mark.parametrize("changes", [{"loss_over": "batch"}, {"loss_fn": named}], ids=["over the batch", "named"])
+def test_replica_0_may_have_no_more(changes):
+    """A share of replica 0 may be empty: another one then has the loss of the batch, and the names of losses."""
+    made = sharded(behind_of, 4, **changes)
+    expected = made.train(engine="inline")
+    assert expected.steps == 15
+    assert_same(made.train(engine="processes", workers=3), expected)
