@@ -13,7 +13,7 @@ import phalanx
 from phalanx.definition import passes
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.passes import Line, Readings
-from phalanx.definition.shards import Part, Sharded
+from phalanx.definition.shards import Dealing, Part, Sharded
 from phalanx.engines import shard_readers
 from tests.inputs.streaming import SIZES, KnowsShard, mixed_rows_of, rows_of, sample, sharded, yielded
 from tests.state.runs import assert_same
@@ -368,3 +368,34 @@ def test_replica_0_may_have_no_more(changes):
     expected = made.train(engine="inline")
     assert expected.steps == 15
     assert_same(made.train(engine="processes", workers=3), expected)
+
+
+def test_a_replica_comes_back_in_one_step():
+    """Hosts may fall and join in one step: a process reads for a replica, for it no more, and for it again."""
+    made = sharded()
+    dealing = Sharded(made, Readings(made).opened, contextlib.nullcontext(), apart=True).next()
+    assert isinstance(dealing, Dealing)
+    heads = dealing.read(range(4))
+    assert dealing.read(range(2)) == {replica: heads[replica] for replica in range(2)}
+    assert dealing.read(range(4)) == heads
+
+
+def test_an_error_moves_no_turn(seen):
+    """A shard that could not be read has the next turn still, so no other comes before it."""
+    failing = [True]
+
+    def rows(shard, shards):
+        for number in range(6):
+            if (shard, number) == (0, 2) and failing.pop():
+                raise OSError("once")
+            yield sample(number)
+
+    made = sharded(rows, 4, replicas=2, batch_size=2, size=24)
+    with made.start(engine="inline") as run:
+        for _ in range(4):
+            next(run)
+        with pytest.raises(phalanx.WorkerError, match="once"):
+            next(run)
+        with pytest.raises(phalanx.RunError, match="this stream cannot be read on"):
+            next(run)
+    assert len(seen) == 4

@@ -96,7 +96,7 @@ class Part:
             (which, Line(definition, functools.partial(opened, which), which.seed(definition.seed))) for which in passes
         ]
         self._apart = apart(definition) * len(passes)
-        self._wanted, self.base = place, place.base
+        self._wanted, self.base, self._same = place, place.base, True
         self.dealt, self.hash, self._turn = 0, BEGINNING.hash, 0
 
     def catching_up(self) -> Iterator[None]:
@@ -109,7 +109,7 @@ class Part:
             self.dealt, self.hash, self._turn = base["dealt"], base["hash"], base["turn"]
             for (_, line), state in zip(self._lines, base["lines"], strict=True):
                 line.given = state["read"] - len(state["slots"])
-                line.go_on(state, lambda numbers, _: numbers)
+                self._same &= line.go_on(state, lambda numbers, _: numbers)
         yield
         while self.dealt < self._wanted.dealt and self.take(1):
             yield
@@ -117,7 +117,7 @@ class Part:
     @property
     def right(self) -> bool:
         """Whether it has read what was read before; as far as that goes, it goes on."""
-        right = (self.dealt, self.hash) == self._wanted[:2]
+        right = self._same and (self.dealt, self.hash) == self._wanted[:2]
         self.dealt, self.hash = self._wanted[:2]
         return right
 
@@ -126,8 +126,9 @@ class Part:
         items, passed = list[Item](), 0
         while len(items) < count and passed < len(self._lines):
             which, line = self._lines[self._turn]
+            ready = line.fill(1)  # it may raise, and then has the next turn still
             self._turn = (self._turn + 1) % len(self._lines)
-            if not line.fill(1):
+            if not ready:
                 passed += 1
                 continue
             number, sample, digest = line.ready.popleft()
@@ -191,15 +192,14 @@ class Dealing:
         UsageError
             A stream that is read again gives other samples.
         """
+        wanted = list(replicas)
         with self._dealer.surroundings:
-            parts = self._dealer.parts(replicas, self.places, self._shares)
-            for replica, part in parts.items():
-                if replica not in self._shares:
-                    part.settle()
-                    items = part.take(self._sizes[replica])
-                    more = self._last is None and part.has(self._dealer.least(replica))
-                    self._shares[replica] = Head(part.dealt, part.hash, part.base, more), items
-        return {replica: self._shares[replica][0] for replica in parts}
+            for replica, part in self._dealer.parts(wanted, self.places, self._shares).items():
+                part.settle()
+                items = part.take(self._sizes[replica])
+                more = self._last is None and part.has(self._dealer.least(replica))
+                self._shares[replica] = Head(part.dealt, part.hash, part.base, more), items
+        return {replica: self._shares[replica][0] for replica in wanted}
 
     def settle(self, heads: Mapping[int, Head]) -> Drawn:
         """Make the batch of what all processes tell.
@@ -312,12 +312,11 @@ class Sharded:
         """How many samples a replica needs for another share."""
         return max(1, self._least[replica])
 
-    def parts(self, replicas: Iterable[int], places: Sequence[Place], done: Mapping[int, Any]) -> dict[int, Part]:
-        """What reads for these replicas, each at its place, unless its share of the step is ``done``.
+    def parts(self, wanted: Sequence[int], places: Sequence[Place], done: Mapping[int, Any]) -> dict[int, Part]:
+        """What reads for these replicas, each at its place, but for those whose share of the step is ``done``.
 
         Those of other replicas are let go of: another process reads for them.
         """
-        wanted = list(replicas)
         for replica in self._parts.keys() - set(wanted):
             self._parts.pop(replica).close()
         behind = dict[int, Part]()
@@ -328,8 +327,13 @@ class Sharded:
                     part.close()
                 made = Part(self._definition, self._opened, self.epoch, replica, place)
                 self._parts[replica] = behind[replica] = made
-        self._catch_up(behind, places)
-        return {replica: self._parts[replica] for replica in wanted}
+        try:
+            self._catch_up(behind, places)
+        except BaseException:  # what is half read, or was not compared, may look as if it were at its place
+            for replica in behind:
+                self._parts.pop(replica).close()
+            raise
+        return {replica: self._parts[replica] for replica in wanted if replica not in done}
 
     def check(self, sizes: Sequence[int], counts: Sequence[int], heads: Sequence[Head]) -> None:
         """Refuse a step that has too few samples.
