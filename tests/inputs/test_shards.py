@@ -1,6 +1,7 @@
 """Streams of shards: logical readers decide the order, and nothing else does."""
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -399,3 +400,70 @@ def test_an_error_moves_no_turn(seen):
         with pytest.raises(phalanx.RunError, match="this stream cannot be read on"):
             next(run)
     assert len(seen) == 4
+
+
+class Loses:
+    """Holds samples back, as a shuffle of its own does; its state is without them. One process that reads it dies."""
+
+    def __init__(self, folder, home, shard, shards):
+        self.folder, self.home, self.shard, self.place = folder, home, int(shard), 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+    def __iter__(self):
+        held = []
+        while self.place < 60:
+            held.append(self.place)
+            self.place += 1
+            if self.shard == 1 and self.place == 37 and os.getpid() != self.home:
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(f"{self.folder}/struck", os.O_CREAT | os.O_EXCL))
+                    os.kill(os.getpid(), signal.SIGKILL)
+            if len(held) > 6:
+                yield sample(held.pop(3))
+        yield from map(sample, held)
+
+
+def test_a_process_that_is_replaced_loses_nothing(tmp_path):
+    """A state that leads elsewhere is noticed where another process goes on from it, as in a run that is resumed."""
+    made = sharded(functools.partial(Loses, tmp_path, os.getpid()), 4, replicas=2, epochs=1)
+    expected = made.train(engine="inline")
+    with pytest.warns(UserWarning, match="the stream's state led to other samples"):
+        result = made.train(engine="inline", readers=2)
+    assert os.listdir(tmp_path) == ["struck"]
+    assert_same(result, expected)
+
+
+@pytest.mark.parametrize("where", [20, 40])
+def test_samples_that_are_others_when_read_again_are_refused(where):
+    """A process that goes on for another finds other samples than the caller has had: the run says so, and ends."""
+    home = os.getpid()
+
+    def rows(shard, shards):
+        for number in range(60):
+            if shard == 1 and number == where and os.getpid() != home:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield sample(number if shard != 1 else time.time_ns() % 1000)
+
+    with pytest.raises(phalanx.UsageError, match="of shard 1 of epoch 0 are others when they are read again"):
+        sharded(rows, 4, replicas=2, epochs=1).train(engine="inline", readers=2)
+
+
+def test_a_shard_that_kills_is_given_up_beside_endless_ones():
+    """That other shards of the process are read on each time does not count: it would go on for ever."""
+    home = os.getpid()
+
+    def rows(shard, shards):
+        for number in itertools.count():
+            if shard == 1 and number == 30 and os.getpid() != home:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield sample(number)
+
+    made = sharded(rows, 4, replicas=2, epochs=None, steps=20)
+    with pytest.warns(UserWarning, match="ended 5 times without a sample, so this process reads them"):
+        result = made.train(engine="inline", readers=1)
+    assert_same(made.train(engine="inline"), result)

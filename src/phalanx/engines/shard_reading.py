@@ -22,6 +22,7 @@ from phalanx.definition.fields import Definition, unpacked
 from phalanx.definition.passes import Mark, Pass, Reading, Readings, apart, following
 from phalanx.engines.processes.messages import DriverChannel
 from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack, unpack_bytes
+from phalanx.errors import RunError
 from phalanx.frameworks.registry import reading, reduced_copy, starting
 from phalanx.shared.memory import Memory, aligned
 from phalanx.surroundings.presence import CURRENT
@@ -30,6 +31,7 @@ OPEN, TOOK, CLOSE = "open", "took", "close"  # what the caller says
 SAMPLES, ENDED, LEFT, SAID = "samples", "ended", "left", "said"  # what it hears
 HELD, HELD_SECONDS = 16, 0.02  # samples of a shard that are sent together, unless one would wait for longer
 HEADER = 8  # bytes of a message's length
+OTHER = "other samples than another process has read"
 AHEAD = 64  # samples of a shard that are on their way
 AHEAD_BYTES = 64 << 20  # of all shards of a process; one sample of each may always be
 
@@ -44,10 +46,12 @@ class Ahead:
         Where to begin.
     number : int
         The first sample that the caller has not got.
+    running : str
+        The running hash of those that it has.
     """
 
-    def __init__(self, which: Pass, mark: Mark, number: int) -> None:
-        self.which, self.mark, self.number = which, mark, number
+    def __init__(self, which: Pass, mark: Mark, number: int, running: str) -> None:
+        self.which, self.mark, self.number, self._running = which, mark, number, running
         self.reading: Reading | None = None
         self.fresh = list[Any]()  # samples that are read, not hashed yet: many at once, as code that is warm is fast
         self.held = list[tuple[str, Any, Mark | None]]()  # those that are hashed: the running hash, a mark behind it
@@ -61,14 +65,24 @@ class Ahead:
         return len(self.fresh) + len(self.held)
 
     def hash(self) -> None:
-        """Hash what is fresh; the caller has those before ``number``."""
+        """Hash what is fresh; the caller has those before ``number``.
+
+        Raises
+        ------
+        RunError
+            Those are others now.
+        """
         assert self.reading is not None
         first = self.reading.number - len(self.fresh) + 1
         for number, sample in enumerate(self.fresh, first):
             self.reading.hash = following(self.reading.hash, sample)
             if number > self.number:
                 self.held.append((self.reading.hash, sample, None))
+            elif number == self.number and self.reading.hash != self._running:
+                raise RunError(OTHER)
         self.fresh = []
+        if self.reading.ended and self.reading.number < self.number:
+            raise RunError(OTHER)
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
@@ -165,9 +179,9 @@ class _Reader:
 
     def _hand(self, key: int, shard: Ahead) -> None:
         """Send the samples that are not sent yet."""
-        shard.hash()
-        held, shard.held = shard.held, []
         try:
+            shard.hash()
+            held, shard.held = shard.held, []
             size = self._say(key, SAMPLES, *held)
         except Exception:
             self._leave(key, shard)
