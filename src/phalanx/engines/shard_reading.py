@@ -31,7 +31,6 @@ OPEN, TOOK, CLOSE = "open", "took", "close"  # what the caller says
 SAMPLES, ENDED, LEFT, SAID = "samples", "ended", "left", "said"  # what it hears
 HELD, HELD_SECONDS = 16, 0.02  # samples of a shard that are sent together, unless one would wait for longer
 HEADER = 8  # bytes of a message's length
-OTHER = "other samples than another process has read"
 AHEAD = 64  # samples of a shard that are on their way
 AHEAD_BYTES = 64 << 20  # of all shards of a process; one sample of each may always be
 
@@ -70,7 +69,7 @@ class Ahead:
         Raises
         ------
         RunError
-            Those are others now.
+            Those are others now, so the caller reads on.
         """
         assert self.reading is not None
         first = self.reading.number - len(self.fresh) + 1
@@ -79,10 +78,10 @@ class Ahead:
             if number > self.number:
                 self.held.append((self.reading.hash, sample, None))
             elif number == self.number and self.reading.hash != self._running:
-                raise RunError(OTHER)
+                raise RunError
         self.fresh = []
         if self.reading.ended and self.reading.number < self.number:
-            raise RunError(OTHER)
+            raise RunError
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
