@@ -78,10 +78,10 @@ class Ahead:
             if number > self.number:
                 self.held.append((self.reading.hash, sample, None))
             elif number == self.number and self.reading.hash != self._running:
-                raise RunError
+                raise RunError("other samples than before")
         self.fresh = []
         if self.reading.ended and self.reading.number < self.number:
-            raise RunError
+            raise RunError("other samples than before")
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
