@@ -121,7 +121,7 @@ def propose(
     finally:
         CURRENT.step = None
     flat_parts = [value for part in parts for value in (part.loss, part.weight)]
-    return Proposal(loss, norm, gradient, accepted, flat_parts, named_means(parts) if parts[0].named else {})
+    return Proposal(loss, norm, gradient, accepted, flat_parts, named_means(parts) if first_ran(parts).named else {})
 
 
 def join(
@@ -170,7 +170,13 @@ def prepare(framework: Framework, definition: Definition, t: int, shares: Sequen
 
 def whole(parts: Sequence[Part]) -> tuple[list[Part], float]:
     """The parts of a step whose loss is over the whole batch, and their weight: one has it all, the others nothing."""
-    return [part if number == 0 else ABSENT for number, part in enumerate(parts)], 1.0
+    first = first_ran(parts)
+    return [part if part is first else ABSENT for part in parts], 1.0
+
+
+def first_ran(parts: Sequence[Part]) -> Part:
+    """That of the first replica with samples; with logical readers replica 0 may have no more."""
+    return next((part for part in parts if part.samples), parts[0])
 
 
 def commit(framework: Framework, link: Link, t: int, proposal: Proposal) -> None:
@@ -237,6 +243,7 @@ def check_consistent(parts: Sequence[Part], written: Sequence[str] = ()) -> None
             f"the optimizer or its step hook wrote buffers ({', '.join(written)}), and workers came to different "
             "values; what it writes must follow from weights, buffers and gradients, not from a process or a clock"
         )
+    first = first_ran(parts)
     for replica, part in enumerate(parts):
         if part.options != parts[0].options:
             raise UsageError(
@@ -246,8 +253,8 @@ def check_consistent(parts: Sequence[Part], written: Sequence[str] = ()) -> None
                 "follow from the step and the loss, not from a clock, a process id, weights, or a counter outside of "
                 "it; random numbers that it draws are the same everywhere"
             )
-        if (part.named or parts[0].named) and part.samples:
-            checks.same_names(parts[0].named, part.named, "replica")
+        if (part.named or first.named) and part.samples:
+            checks.same_names(first.named, part.named, "replica")
     if len({part.returned for part in parts if part.samples}) > 1:
         raise UsageError("loss_fn returned a weight for some replicas and none for others; return it always or never")
 
@@ -273,9 +280,9 @@ def mean_loss(parts: Sequence[Part], weight: float) -> float:
 
 
 def named_means(parts: Sequence[Part]) -> dict[str, float]:
-    """The means of named losses, made as that of the loss; NaN where every weight is 0. Replica 0 has samples."""
+    """The means of named losses, made as that of the loss; NaN where every weight is 0."""
     means: dict[str, float] = {}
-    for name in parts[0].named:
+    for name in first_ran(parts).named:
         pairs = [part.named[name] if part.named else (0.0, 0.0) for part in parts]
         rows = [
             weighed(float(value), returned, part.weight, 1, len(parts))

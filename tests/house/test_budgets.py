@@ -13,10 +13,10 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 293_200  # of the package, without docstrings and comments; lower it whenever you can
+TOKENS = 293_600  # of the package, without docstrings and comments; lower it whenever you can
 FILE_LINES = 500
 FUNCTION_LINES = 40
-TEST_LINES = 66_500  # of all files of tests; lower it whenever you can
+TEST_LINES = 66_600  # of all files of tests; lower it whenever you can
 TEST_FILE_LINES = 800
 
 NO_CODE = {

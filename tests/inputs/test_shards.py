@@ -1,6 +1,7 @@
 """Streams of shards: logical readers decide the order, and nothing else does."""
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -13,7 +14,7 @@ import phalanx
 from phalanx.definition import passes
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.passes import Line, Readings
-from phalanx.definition.shards import Part, Sharded
+from phalanx.definition.shards import Dealing, Part, Sharded
 from phalanx.engines import shard_readers
 from tests.inputs.streaming import SIZES, KnowsShard, mixed_rows_of, rows_of, sample, sharded, yielded
 from tests.state.runs import assert_same
@@ -364,3 +365,122 @@ def test_a_run_over_shards_is_verified_and_replayed(tmp_path, seen):
     assert phalanx.verify(made, tmp_path).status == 0
     replayed = [phalanx.replay(made, tmp_path, step=7, replica=replica).samples for replica in range(3)]
     assert [[(n % 5, n // 5) for n in each] for each in replayed] == wanted[7][:3]
+
+
+BEHIND = (3, 6, 9, 6)  # replica 0 is the first to have no more
+
+
+def behind_of(shard, shards):
+    return (sample(100 * shard + number) for number in range(BEHIND[shard]))
+
+
+def named(output, target):
+    loss = torch.nn.functional.cross_entropy(output, target)
+    return {"loss": loss, "half": loss / 2}
+
+
+@pytest.mark.parametrize("changes", [{"loss_over": "batch"}, {"loss_fn": named}], ids=["over the batch", "named"])
+def test_replica_0_may_have_no_more(changes):
+    """A share of replica 0 may be empty: another one then has the loss of the batch, and the names of losses."""
+    made = sharded(behind_of, 4, **changes)
+    expected = made.train(engine="inline")
+    assert expected.steps == 15
+    assert_same(made.train(engine="processes", workers=3), expected)
+
+
+def test_a_replica_comes_back_in_one_step():
+    """Hosts may fall and join in one step: a process reads for a replica, for it no more, and for it again."""
+    made = sharded()
+    dealing = Sharded(made, Readings(made).opened, contextlib.nullcontext(), apart=True).next()
+    assert isinstance(dealing, Dealing)
+    heads = dealing.read(range(4))
+    assert dealing.read(range(2)) == {replica: heads[replica] for replica in range(2)}
+    assert dealing.read(range(4)) == heads
+
+
+def test_an_error_moves_no_turn(seen):
+    """A shard that could not be read has the next turn still, so no other comes before it."""
+    failing = [True]
+
+    def rows(shard, shards):
+        for number in range(6):
+            if (shard, number) == (0, 2) and failing.pop():
+                raise OSError("once")
+            yield sample(number)
+
+    made = sharded(rows, 4, replicas=2, batch_size=2, size=24)
+    with made.start(engine="inline") as run:
+        for _ in range(4):
+            next(run)
+        with pytest.raises(phalanx.WorkerError, match="once"):
+            next(run)
+        with pytest.raises(phalanx.RunError, match="this stream cannot be read on"):
+            next(run)
+    assert len(seen) == 4
+
+
+class Loses:
+    """Holds samples back, as a shuffle of its own does; its state is without them. One process that reads it dies."""
+
+    def __init__(self, folder, home, shard, shards):
+        self.folder, self.home, self.shard, self.place = folder, home, int(shard), 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+    def __iter__(self):
+        held = []
+        while self.place < 60:
+            held.append(self.place)
+            self.place += 1
+            if self.shard == 1 and self.place == 37 and os.getpid() != self.home:
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(f"{self.folder}/struck", os.O_CREAT | os.O_EXCL))
+                    os.kill(os.getpid(), signal.SIGKILL)
+            if len(held) > 6:
+                yield sample(held.pop(3))
+        yield from map(sample, held)
+
+
+def test_a_process_that_is_replaced_loses_nothing(tmp_path):
+    """A state that leads elsewhere is noticed where another process goes on from it, as in a run that is resumed."""
+    made = sharded(functools.partial(Loses, tmp_path, os.getpid()), 4, replicas=2, epochs=1)
+    expected = made.train(engine="inline")
+    with pytest.warns(UserWarning, match="the stream's state led to other samples"):
+        result = made.train(engine="inline", readers=2)
+    assert os.listdir(tmp_path) == ["struck"]
+    assert_same(result, expected)
+
+
+@pytest.mark.parametrize("where", [20, 40])
+def test_samples_that_are_others_when_read_again_are_refused(where):
+    """A process that goes on for another finds other samples than the caller has had: the run says so, and ends."""
+    home = os.getpid()
+
+    def rows(shard, shards):
+        for number in range(60):
+            if shard == 1 and number == where and os.getpid() != home:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield sample(number if shard != 1 else time.time_ns() % 1000)
+
+    with pytest.raises(phalanx.UsageError, match="of shard 1 of epoch 0 are others when they are read again"):
+        sharded(rows, 4, replicas=2, epochs=1).train(engine="inline", readers=2)
+
+
+def test_a_shard_that_kills_is_given_up_beside_endless_ones():
+    """That other shards of the process are read on each time does not count: it would go on for ever."""
+    home = os.getpid()
+
+    def rows(shard, shards):
+        for number in itertools.count():
+            if shard == 1 and number == 30 and os.getpid() != home:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield sample(number)
+
+    made = sharded(rows, 4, replicas=2, epochs=None, steps=20)
+    with pytest.warns(UserWarning, match="ended 5 times without a sample, so this process reads them"):
+        result = made.train(engine="inline", readers=1)
+    assert_same(made.train(engine="inline"), result)

@@ -27,6 +27,15 @@ from phalanx.surroundings import interrupts
 LIKE = {"read": int, "ready": Each(int), "slots": Each(int), "hash": str, "mark": [int, str, object]}
 MARKS = 32  # marks that are kept: a sample waits for a few rounds of the buffer at most
 PROTOCOLS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
+LED_ELSEWHERE = (
+    "the stream's state led to other samples than those that were read before (a shuffle buffer of its own, say), so "
+    "those of the epoch were read again from its beginning; the buffer of phalanx.Stream(..., shuffle_buffer=n) is "
+    "kept exactly"
+)
+EACH_TIME = (
+    "make_iterable must yield the same samples each time: sort what file systems list, and draw random numbers from "
+    "global generators, which are seeded before each call and each sample"
+)
 Shown = Callable[[Iterable[int], str], Iterable[int]]  # shows how far reading again is: ``shown(numbers, title)``
 Item = tuple[int, Any, str]  # the number of a sample, itself, the running hash after it
 Opened = Callable[["Pass", "Mark"], "Source"]  # what reads a pass from a mark on
@@ -369,11 +378,7 @@ class Line:
                 self._read_from(mark, state, shown)
             if self.reading.hash == state["hash"]:
                 if mark is not marks[0]:
-                    checks.warn(
-                        "the stream's state led to other samples than those that the earlier run had read (a shuffle "
-                        "buffer of its own, say), so those of the epoch were read again from its beginning; the buffer "
-                        "of phalanx.Stream(..., shuffle_buffer=n) is kept exactly"
-                    )
+                    checks.warn(LED_ELSEWHERE)
                 return True
         return False
 
@@ -416,11 +421,7 @@ def refuse(which: str, *, anyway: bool) -> None:
     """Refuse samples that are not those of the earlier run, or warn of them."""
     why = f"{which} are not those that the earlier run had read"
     if not anyway:
-        raise UsageError(
-            f"the stream's {why}; make_iterable must yield the same samples each time: sort what file systems "
-            "list, and draw random numbers from global generators, which are seeded before each call and each "
-            "sample. resume='anyway' (--resume anyway) goes on all the same"
-        )
+        raise UsageError(f"the stream's {why}; {EACH_TIME}. resume='anyway' (--resume anyway) goes on all the same")
     checks.warn(f"the stream's {why}; going on all the same")
 
 

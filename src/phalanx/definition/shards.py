@@ -129,8 +129,9 @@ class Part:
         items, passed = list[Item](), 0
         while len(items) < count and passed < len(self._lines):
             which, line = self._lines[self._turn]
+            ready = line.fill(1)  # it may raise, and then has the next turn still
             self._turn = (self._turn + 1) % len(self._lines)
-            if not line.fill(1):
+            if not ready:
                 passed += 1
                 continue
             number, sample, digest = line.ready.popleft()
@@ -196,15 +197,14 @@ class Dealing:
         UsageError
             A stream that is read again gives other samples.
         """
+        wanted = list(replicas)
         with self._dealer.surroundings:
-            parts = self._dealer.parts(replicas, self.places, self._shares)
-            for replica, part in parts.items():
-                if replica not in self._shares:
-                    base = part.base if part.settle() else None
-                    items = part.take(self._sizes[replica])
-                    more = self._last is None and part.has(self._dealer.least(replica))
-                    self._shares[replica] = Head(part.dealt, part.hash, base, more), items
-        return {replica: self._shares[replica][0] for replica in parts}
+            for replica, part in self._dealer.parts(wanted, self.places, self._shares).items():
+                base = part.base if part.settle() else None
+                items = part.take(self._sizes[replica])
+                more = self._last is None and part.has(self._dealer.least(replica))
+                self._shares[replica] = Head(part.dealt, part.hash, base, more), items
+        return {replica: self._shares[replica][0] for replica in wanted}
 
     def settle(self, heads: Mapping[int, Head]) -> Drawn:
         """Make the batch of what all processes tell.
@@ -319,12 +319,11 @@ class Sharded:
         """How many samples a replica needs for another share."""
         return max(1, self._least[replica])
 
-    def parts(self, replicas: Iterable[int], places: Sequence[Place], done: Mapping[int, Any]) -> dict[int, Part]:
-        """What reads for these replicas, each at its place, unless its share of the step is ``done``.
+    def parts(self, wanted: Sequence[int], places: Sequence[Place], done: Mapping[int, Any]) -> dict[int, Part]:
+        """What reads for these replicas, each at its place, but for those whose share of the step is ``done``.
 
         Those of other replicas are let go of: another process reads for them.
         """
-        wanted = list(replicas)
         for replica in self._parts.keys() - set(wanted):
             self._parts.pop(replica).close()
         behind = dict[int, Part]()
@@ -336,7 +335,7 @@ class Sharded:
                 made = Part(self._definition, self._opened, self.epoch, replica, place)
                 self._parts[replica] = behind[replica] = made
         self._catch_up(behind, places)
-        return {replica: self._parts[replica] for replica in wanted}
+        return {replica: self._parts[replica] for replica in wanted if replica not in done}
 
     def check(self, sizes: Sequence[int], counts: Sequence[int], heads: Sequence[Head]) -> None:
         """Refuse a step that has too few samples.

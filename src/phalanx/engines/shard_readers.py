@@ -15,14 +15,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition import checks
+from phalanx.definition.data import own
 from phalanx.definition.fields import Definition
-from phalanx.definition.passes import Mark, Pass, Readings, Source
+from phalanx.definition.passes import BEGINNING, EACH_TIME, LED_ELSEWHERE, Mark, Pass, Readings, Source
 from phalanx.definition.shards import shards_of
 from phalanx.engines.processes.driver import beside
 from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.serialization import pack_recipe, pieces_of, unpack_bytes
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.shard_reading import AHEAD, CLOSE, ENDED, HEADER, LEFT, OPEN, SAID, SAMPLES, TOOK
+from phalanx.errors import UsageError, WorkerError
 from phalanx.frameworks.registry import reduced_copy
 from phalanx.shared.inputs import HANGING_SECONDS
 from phalanx.shared.memory import Memory, aligned
@@ -43,6 +45,7 @@ class Remote:
         self.heard = mark.number  # samples that have come, and those before
         self.queue = deque[tuple[str, Any]]()  # running hash and sample
         self.over = ""  # how it ended there
+        self.failed = 0  # times in a row that its process ended and nothing had come
         self._readers, self._took = readers, 0
         self._here: Source | None = None
 
@@ -56,7 +59,8 @@ class Remote:
             if self._took == AHEAD // 8 or not self.queue:
                 self._readers.say(self, TOOK, self._took)
                 self._took = 0
-            return sample
+            # One that stays in a buffer would keep the memory of all that came with it.
+            return own(sample) if self._readers.keeps else sample
         if self.over == ENDED:
             self.ended = True
             return None
@@ -69,9 +73,14 @@ class Remote:
     def mark(self) -> Mark | None:
         if self._here is not None:
             return self._here.mark()
-        while len(self.marks) > 1 and self.marks[1].number <= self.number:
+        while len(self.marks) > 2 and self.marks[2].number <= self.number:  # one before the newest stays, too
             self.marks.popleft()
-        return self.marks[0] if self.marks[0].state is not None else None
+        newest = [mark for mark in self.marks if mark.number <= self.number][-1]
+        return newest if newest.state is not None else None
+
+    def before(self, number: int) -> Mark:
+        """The last mark before a sample, so that what is read again can be compared; else where it was opened."""
+        return next((mark for mark in reversed(self.marks) if mark.number < number), self.marks[0])
 
     def close(self) -> None:
         self._readers.forget(self)
@@ -127,14 +136,22 @@ class ShardReaders:
         The name of the recipe's framework.
     count : int
         How many processes.
+
+    Attributes
+    ----------
+    keeps : bool
+        Whether samples wait in a buffer.
     """
 
     def __init__(self, definition: Definition, framework: str, count: int) -> None:
-        self._here = Readings(definition)
+        self._here, self.keeps = (
+            Readings(definition),
+            definition.stream is not None and definition.stream.shuffle_buffer > 1,
+        )
         self._memories = Memory(0), Memory(0)
         self._processes: list[Process | None] = [None] * count
         self._open = dict[int, Remote]()
-        self._keys, self._failed = 0, 0
+        self._keys = 0
         self._output = Output()
         try:
             WARM.prepare(definition)
@@ -173,10 +190,21 @@ class ShardReaders:
     def read_here(self, remote: Remote) -> Source:
         """Read a shard in this process, from where the caller is."""
         self._open.pop(remote.key, None)
-        source = self._here.opened(remote.which, remote.marks[0])
-        while source.number < remote.number and not source.ended:
-            source.next()
-        return source
+        mark = remote.before(remote.number)
+        for first in [mark, BEGINNING] if mark.number else [mark]:
+            with contextlib.suppress(*([WorkerError] if first.number else [])):
+                source = self._here.opened(remote.which, first)
+                while source.number < remote.number and not source.ended:
+                    source.next()
+                if (source.number, source.hash) == (remote.number, remote.hash):
+                    if first is not mark:
+                        checks.warn(LED_ELSEWHERE)
+                    return source
+                source.close()
+        raise UsageError(
+            f"the first {remote.number} samples of {remote.which} are others when they are read again, as a process "
+            f"that reads ahead has ended; {EACH_TIME}"
+        )
 
     def hear(self, remote: Remote) -> None:
         """Wait until something comes for a shard, or it is given up."""
@@ -211,7 +239,7 @@ class ShardReaders:
         if kind == SAID:
             self._output.warn(*facts)
         elif (remote := self._open.get(key)) is not None:
-            self._failed = 0
+            remote.failed = 0
             if kind != SAMPLES:
                 remote.over = kind
                 return
@@ -222,19 +250,20 @@ class ShardReaders:
                     remote.marks.append(mark)
 
     def _begin(self, remote: Remote) -> None:
-        """Have its process read a shard, from the last mark that is not beyond what was heard."""
+        """Have its process read a shard, from the last mark before what was heard."""
         at = remote.key % len(self._processes)
         if self._processes[at] is None:
             process = self._processes[at] = Process(at, [memory.fd for memory in self._memories])
             self._output.follow(process.handle.pipes)
-        self.say(remote, OPEN, remote.which, remote.marks[-1], remote.heard)
+        running = remote.queue[-1][0] if remote.queue else remote.hash
+        self.say(remote, OPEN, remote.which, remote.before(remote.heard), remote.heard, running)
 
     def _replace(self, remote: Remote) -> None:
         """Start another process for those shards whose process is gone, or hangs."""
         at = remote.key % len(self._processes)
         self._end(at)
-        self._failed += 1
-        if self._failed >= FUTILE:
+        remote.failed += 1  # of this shard: its process may read others on each time, without an end
+        if remote.failed >= FUTILE:
             checks.warn(
                 f"a process that reads shards ahead ended {FUTILE} times without a sample, so this process reads them "
                 f"(same answer); it was to read {remote.which}"

@@ -22,6 +22,7 @@ from phalanx.definition.fields import Definition, unpacked
 from phalanx.definition.passes import Mark, Pass, Reading, Readings, apart, following
 from phalanx.engines.processes.messages import DriverChannel
 from phalanx.engines.processes.serialization import adopt_environment, pieces_of, unpack, unpack_bytes
+from phalanx.errors import RunError
 from phalanx.frameworks.registry import reading, reduced_copy, starting
 from phalanx.shared.memory import Memory, aligned
 from phalanx.surroundings.presence import CURRENT
@@ -29,6 +30,7 @@ from phalanx.surroundings.presence import CURRENT
 OPEN, TOOK, CLOSE = "open", "took", "close"  # what the caller says
 SAMPLES, ENDED, LEFT, SAID = "samples", "ended", "left", "said"  # what it hears
 HELD, HELD_SECONDS = 16, 0.02  # samples of a shard that are sent together, unless one would wait for longer
+HELD_BYTES = 1 << 20  # or they are large
 HEADER = 8  # bytes of a message's length
 AHEAD = 64  # samples of a shard that are on their way
 AHEAD_BYTES = 64 << 20  # of all shards of a process; one sample of each may always be
@@ -44,14 +46,16 @@ class Ahead:
         Where to begin.
     number : int
         The first sample that the caller has not got.
+    running : str
+        The running hash of those that it has.
     """
 
-    def __init__(self, which: Pass, mark: Mark, number: int) -> None:
-        self.which, self.mark, self.number = which, mark, number
+    def __init__(self, which: Pass, mark: Mark, number: int, running: str) -> None:
+        self.which, self.mark, self.number, self._running = which, mark, number, running
         self.reading: Reading | None = None
         self.fresh = list[Any]()  # samples that are read, not hashed yet: many at once, as code that is warm is fast
         self.held = list[tuple[str, Any, Mark | None]]()  # those that are hashed: the running hash, a mark behind it
-        self.since = 0.0
+        self.since, self.size = 0.0, HELD_BYTES  # the bytes of a sample, as far as is known
         self.sizes = deque[int]()  # of the samples that are on their way
         self.over = self.left = False  # whether no more is read here; whether the caller has to read on
 
@@ -61,14 +65,24 @@ class Ahead:
         return len(self.fresh) + len(self.held)
 
     def hash(self) -> None:
-        """Hash what is fresh; the caller has those before ``number``."""
+        """Hash what is fresh; the caller has those before ``number``.
+
+        Raises
+        ------
+        RunError
+            Those are others now, so the caller reads on.
+        """
         assert self.reading is not None
         first = self.reading.number - len(self.fresh) + 1
         for number, sample in enumerate(self.fresh, first):
             self.reading.hash = following(self.reading.hash, sample)
             if number > self.number:
                 self.held.append((self.reading.hash, sample, None))
+            elif number == self.number and self.reading.hash != self._running:
+                raise RunError("other samples than before")
         self.fresh = []
+        if self.reading.ended and self.reading.number < self.number:
+            raise RunError("other samples than before")
 
 
 def live(channel: int, memories: Sequence[int], number: int) -> None:
@@ -146,7 +160,7 @@ class _Reader:
                 shard.since = shard.since if shard.waiting else time.monotonic()
                 shard.fresh.append(sample)
                 self._mark(shard, at)
-            if at.ended or shard.waiting >= HELD:
+            if at.ended or shard.waiting >= HELD or shard.waiting * shard.size >= HELD_BYTES:
                 self._hand(key, shard)
             if at.ended and not shard.left:
                 self._say(key, ENDED)
@@ -165,14 +179,17 @@ class _Reader:
 
     def _hand(self, key: int, shard: Ahead) -> None:
         """Send the samples that are not sent yet."""
-        shard.hash()
-        held, shard.held = shard.held, []
         try:
+            shard.hash()
+            held, shard.held = shard.held, []
+            if not held:  # the caller has them all: to hear nothing is no sign that this process gets on
+                return
             size = self._say(key, SAMPLES, *held)
         except Exception:
             self._leave(key, shard)
         else:
-            shard.sizes.extend([size // max(1, len(held))] * len(held))
+            shard.size = size // len(held)
+            shard.sizes.extend([shard.size] * len(held))
 
     def _leave(self, key: int, shard: Ahead) -> None:
         """Leave the rest of a shard to the caller: it cannot be read, or sent, here."""

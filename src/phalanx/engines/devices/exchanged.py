@@ -28,6 +28,7 @@ from phalanx.plan.levels import levels
 from phalanx.plan.shares import share_weights
 from phalanx.seams.records import Part, Vector, losses_of, with_losses
 from phalanx.shared.state import CopiedShard
+from phalanx.step import first_ran
 
 KINDS = 8  # of steps, by the sizes of shares, whose gradients are remembered
 MISTAKES = 3  # steps in which others came than were foreseen, until gradients are sent when all are there
@@ -137,7 +138,7 @@ class Exchanged:
             if mean is None:
                 carriers, behind = transport.levels, transport.beside is not None
                 mean = self._flat.total(carriers, self._masks_of_step, self._fill, over, behind=behind)
-            losses = losses_of(_named_alike(self._computed, parts[0]))
+            losses = losses_of(_named_alike(self._computed, first_ran(parts)))
             changed, mine = self._shard.changed(), self._shard.mine
             self._shard.came, self._losses = self._spread.total(transport, changed, mine, losses)
         self._left = self._station.left(parts)
@@ -154,7 +155,7 @@ class Exchanged:
         else:
             self._board.compare(norm, "norms of the gradient differ")
         self._board.note(norm)
-        return norm, with_losses(_named_alike(parts, parts[0]), losses)
+        return norm, with_losses(_named_alike(parts, first_ran(parts)), losses)
 
     def commit(self, step: int, gradient: Vector | None, parts: Sequence[Part]) -> None:
         # The first worker has written the step's report when it comes here. Survivors that have updated are not taken
@@ -248,6 +249,6 @@ class Exchanged:
 
 
 def _named_alike(parts: Sequence[Part], first: Part) -> list[Part]:
-    """The same parts, with the names of the first replica's losses where a replica had no samples."""
+    """The same parts, with the names of the losses of the first that had some, where a replica had no samples."""
     absent = dict.fromkeys(first.named or (), (0.0, 0.0))
     return [part if part.named else part._replace(named=absent) for part in parts]

@@ -31,7 +31,7 @@ from phalanx.engines.hosts.world import World
 from phalanx.engines.processes.driver import Processes, beside
 from phalanx.engines.processes.starter import WARM
 from phalanx.engines.recovery.failures import Deadline
-from phalanx.errors import LostError, PeersLostError, RunError, SeveredError, UsageError
+from phalanx.errors import LostError, PeersLostError, RunError, SeveredError, UsageError, WorkerError
 from phalanx.frameworks.registry import open_framework, recorded_environment
 from phalanx.plan.fold import hosts
 from phalanx.plan.lifecycle import MOST
@@ -127,7 +127,11 @@ class Distributed(Changing[Processes]):
         # Who comes interrupts a step, so each step is interrupted once at most.
         self._world.members.open = not self._stuck and not self.progress.between_phases
         if isinstance(batch, Dealing):
-            batch = self._dealt(batch)
+            try:
+                batch = self._dealt(batch)
+            except WorkerError as error:
+                error.step = step
+                raise
         elif batch is not None:
             self._check_batch(step, batch)
         return self.engine.advance(batch, horizon)
