@@ -42,11 +42,14 @@ def test_with_a_secret_the_answer_is_the_same(tmp_path):
 
 
 @pytest.mark.long
-def test_who_has_another_secret_is_not_believed():
-    """Neither side begins, and both say what may be wrong."""
-    found = world("""
-os.environ["PHALANX_SECRET"] = f"the secret of process {rank}"
-tried(lambda: family.recipe(4).train(deadline_seconds=4).digest)
+def test_who_has_another_secret_is_not_believed(tmp_path):
+    """Neither side begins, and both say what may be wrong. They begin together: none waits for the other's imports."""
+    found = world(f"""
+os.environ["PHALANX_SECRET"] = f"the secret of process {{rank}}"
+open(f"{tmp_path}/here-{{rank}}", "w").close()
+while not os.path.exists(f"{tmp_path}/here-{{1 - rank}}"):
+    time.sleep(0.01)
+tried(lambda: family.recipe(4).train(deadline_seconds=8).digest)
 """)
     assert all("PHALANX_JOB and the secret must be the same in all processes" in told[0] for told in found), found
 
