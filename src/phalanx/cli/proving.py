@@ -23,12 +23,12 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from phalanx.checkpoint.chained import source_hash
-from phalanx.cli.common import Arguments, File, Json, echo, load_recipe, located, show, writing
+from phalanx.cli.common import Arguments, Json, echo, load_recipe, located, show, writing
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof.diff import diff as compare
 from phalanx.proof.replay import replay
 from phalanx.proof.sides import section, side
-from phalanx.proof.verify import UNKNOWN, Verified, certify, check_certificate, claim_of, verify
+from phalanx.proof.verify import DIFFERENT, UNKNOWN, Verified, certify, check_certificate, claim_of, verify
 from phalanx.recipe import Recipe
 from phalanx.surroundings.presence import printable
 
@@ -115,7 +115,9 @@ def replay_step(
 @app.command("check")
 @_untold()
 def check_recipe(
-    file: File,
+    file: Annotated[
+        str, typer.Argument(metavar=f"[{FILE}]", help="A Python file that defines `recipe`, or NAME.")
+    ] = "",
     arguments: Arguments = None,
     devices: Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,cuda:1.")] = "",
     steps: Annotated[int, typer.Option("--steps", help="How many to train each time.")] = 5,
@@ -126,15 +128,19 @@ def check_recipe(
 
     With --devices: twice on one device, on two and on all, and what deterministic kernels and the exchange cost.
 
+    Without FILE: what a report of a fault has to say of this machine, and the digests of three built-in recipes.
+
     Exit status 0 if all is the same, 1 if something differs, 2 if that could not be told.
     """
+    if not file:
+        return _check_machine(devices, json_=json_)
     from phalanx.lab import check as checked
 
     recipe, *_ = load_recipe(file, arguments or ())
     if into:  # the new process
         recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
         echo(str(checked.trained(recipe, "", pathlib.Path(into), engine="inline").digest))
-        return
+        return None
     named = devices.split(",") if devices else []
     rows: list[checked.Row] = []
     for row in checked.check(recipe, file, named, steps, arguments or ()):
@@ -149,6 +155,29 @@ def check_recipe(
     show(report, [*(facts.items() if named else ()), [said]], json_=json_)
     if status:
         raise typer.Exit(status)
+    return None
+
+
+def _check_machine(devices: str, *, json_: bool) -> None:
+    """What a report of a fault has to say of this machine."""
+    from phalanx.lab import machine
+
+    if devices:
+        raise UsageError(f"--devices is {devices!r}, but FILE is missing; give the file of a recipe to train on them")
+    facts = machine.described()
+    if not json_:
+        show(facts, [row for name, told in facts.items() for row in _told(name, told)], json_=False)
+    recipes = machine.digests()
+    rows = [row for name, told in recipes.items() for row in _told(name, told)]
+    show({**facts, "recipes": recipes}, rows, json_=json_)
+    same = [told["same with two workers"] for told in recipes.values() if "error" not in told]
+    if False in same or len(same) < len(recipes):
+        raise typer.Exit(DIFFERENT if False in same else UNKNOWN)
+
+
+def _told(name: str, told: Any) -> list[list[Any]]:
+    """A fact as rows of a table."""
+    return [[f"{name}: {what}", value] for what, value in told.items()] if isinstance(told, dict) else [[name, told]]
 
 
 @app.command("verify")

@@ -1,0 +1,173 @@
+"""What a report of a fault has to say of a machine: versions, processor, limits, and what three recipes end in.
+
+Two machines with the same digests compute alike. Where only one digest differs, its name says where to look: in
+matrix products (``perceptron``), convolutions and statistics of batches (``convolution``), or attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.errors import PhalanxError
+from phalanx.frameworks import registry
+from phalanx.recipe import Recipe
+from phalanx.surroundings.presence import around, processors, usable_cores
+
+PACKAGES = (
+    "phalanx", "torch", "numpy", "cloudpickle", "jax", "jaxlib", "optax", "keras", "tinygrad", "lightning",
+    "transformers", "scikit-learn",
+)  # fmt: skip
+# Of the environment, what changes threads, kernels and the order of things. The rest is not told: it may be secret.
+TELLING = (
+    "OMP_",
+    "MKL_",
+    "ONEDNN_",
+    "DNNL_",
+    "OPENBLAS_",
+    "ATEN_",
+    "CUBLAS_",
+    "CUDA_VISIBLE",
+    "NCCL_",
+    "GLOO_",
+    "XLA_",
+)
+NAMED = ("PYTHONHASHSEED", "LD_PRELOAD", "MALLOC_CONF", "JAX_PLATFORMS", "JAX_ENABLE_X64")
+LIMITS = {
+    "open files": "RLIMIT_NOFILE",
+    "processes": "RLIMIT_NPROC",
+    "locked memory": "RLIMIT_MEMLOCK",
+    "memory": "RLIMIT_AS",
+}
+SAMPLES, STEPS, REPLICAS, BATCH = 48, 4, 4, 16
+
+
+def described() -> dict[str, Any]:
+    """What the bits and the speed of runs here may depend on; sizes are in bytes."""
+    system = platform.system(), platform.release(), platform.machine(), *platform.libc_ver()
+    return {
+        "versions": {"python": sys.version.split()[0], **_versions()},
+        "system": " ".join(filter(None, system)),
+        "processor": _processor(),
+        "cores": {"of the machine": os.cpu_count(), "allowed": len(processors()), "usable": usable_cores()},
+        "threads": {"torch": torch.get_num_threads(), "between operations": torch.get_num_interop_threads()},
+        "limits": _limits(),
+        "memory": _memory(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if _tells(name)},
+        "settings": {name: str(value) for name, value in registry.recorded_environment().items()},
+    }
+
+
+def digests() -> dict[str, dict[str, Any]]:
+    """Of each built-in recipe the digest inline, and whether two workers come to it; or the error that came."""
+    found = dict[str, dict[str, Any]]()
+    for name, make_model in MODELS.items():
+        recipe = _recipe(name, make_model)
+        try:
+            digest = recipe.train(engine="inline", progress=False).digest
+            shared = recipe.train(workers=2, progress=False).digest if os.name == "posix" else None
+        except PhalanxError as error:
+            found[name] = {"digest": None, "error": f"{type(error).__name__}: {error}"}
+        else:
+            found[name] = {"digest": digest, "same with two workers": None if shared is None else shared == digest}
+    return found
+
+
+def _tells(name: str) -> bool:
+    return name in NAMED or name.startswith(TELLING)
+
+
+def _versions() -> dict[str, str]:
+    found = dict[str, str]()
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _processor() -> str:
+    """The name that the system has for it; the class of its instructions is among the settings."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
+    return platform.processor() or "unknown"
+
+
+def _limits() -> dict[str, int | None]:
+    """The soft limits of this process; None stands for no limit. Where a system has none of them, there are none."""
+    if os.name != "posix":
+        return {}
+    import resource
+
+    soft = {name: resource.getrlimit(getattr(resource, limit))[0] for name, limit in LIMITS.items()}
+    return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
+
+
+def _memory() -> dict[str, int]:
+    """All there is, what the control groups allow, and the room in /dev/shm."""
+    found = dict[str, int]()
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        found["of the machine"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    allowed = list[int]()
+    for folder in around("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                allowed.append(int((folder / name).read_text()))
+    if allowed and min(allowed) < found.get("of the machine", sys.maxsize):
+        found["allowed"] = min(allowed)
+    with contextlib.suppress(OSError):
+        found["free in /dev/shm"] = shutil.disk_usage("/dev/shm").free
+    return found
+
+
+def _perceptron() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.GELU(), nn.Dropout(0.1), nn.Linear(48, 10))
+
+
+def _convolution() -> nn.Module:
+    body = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    return nn.Sequential(*body, nn.Linear(128, 10))
+
+
+class _Attention(nn.Module):
+    """One layer over eight rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.into, self.out = nn.Linear(8, 16), nn.Linear(16, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """The scores of ten classes, (B, 10), of images (B, 1, 8, 8)."""
+        return self.out(self.layer(self.into(images.squeeze(1))).mean(1))
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "perceptron": _perceptron, "convolution": _convolution, "attention": _Attention,
+}  # fmt: skip
+OPTIMIZERS: Mapping[str, Any] = {
+    "perceptron": functools.partial(torch.optim.AdamW, lr=1e-2),
+    "convolution": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "attention": functools.partial(torch.optim.Adam, lr=1e-2),
+}
+
+
+def _recipe(name: str, make_model: Callable[[], nn.Module]) -> Recipe:
+    """A few steps on images that are drawn here: the same numbers on every machine."""
+    draw = torch.Generator().manual_seed(0)
+    data = torch.randn(SAMPLES, 1, 8, 8, generator=draw), torch.randint(10, (SAMPLES,), generator=draw)
+    return Recipe(
+        make_model, data, nn.functional.cross_entropy, replicas=REPLICAS, batch_size=BATCH, steps=STEPS,
+        optimizer=OPTIMIZERS[name], max_norm=1.0,
+    )  # fmt: skip
