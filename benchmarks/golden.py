@@ -3,12 +3,19 @@
     git worktree add /tmp/before HEAD~20
     python benchmarks/golden.py /tmp/before
 
-Run before and after a change that should not change the answer. Digests depend on the processor, so none are kept:
-both checkouts are asked here and now. Each family (models, optimizers, schedulers, forms of data; torch and jax) is
-trained inline and with two workers.
+Run before and after a change that should not change the answer. Digests depend on the processor, so both checkouts
+are asked here and now. Each family (models, optimizers, schedulers, forms of data; torch and jax) is trained inline
+and with two workers.
+
+    python benchmarks/golden.py --keep out/pinned.json     # then install another torch, and
+    python benchmarks/golden.py --before out/pinned.json   # which digests differ?
+
+``--keep`` adds to a file: a column for each version of torch and class of processor. ``benchmarks/golden.json`` has
+those that the project keeps.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -83,14 +90,73 @@ def answers(tree: pathlib.Path) -> dict[str, str]:
     return told
 
 
+def surroundings() -> str:
+    """The version of torch and the class of the processor: the name of a column."""
+    import torch
+
+    maker = "unknown"
+    with contextlib.suppress(OSError, StopIteration):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        maker = next(
+            line.partition(":")[2].strip() for line in lines if line.startswith(("vendor_id", "CPU implementer"))
+        )
+    return f"torch {torch.__version__.partition('+')[0]}, {maker} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def families_alone() -> dict[str, str]:
+    """The digests of all families here, inline, without the examples."""
+    warnings.simplefilter("ignore")
+    told: dict[str, str] = {}
+    for name, recipe in recipes():
+        told[name] = recipe.train(engine="inline", progress=False).digest
+        print(f"\r{len(told)} recipes", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return told
+
+
+def keep(path: pathlib.Path) -> None:
+    """Add the column of this torch and processor to a file, or write it anew."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[surroundings()] = families_alone()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def before(path: pathlib.Path) -> int:
+    """Print which digests differ from those of a file, column by column of this class of processor; 1 if any does."""
+    here, found, kept = surroundings(), families_alone(), json.loads(path.read_text())
+    processor = here.partition(", ")[2]
+    columns = {name: column for name, column in kept.items() if name.partition(", ")[2] == processor}
+    if not columns:
+        raise SystemExit(f"{path} has no digests of {processor}, only of {', '.join(kept)}")
+    changed = 0
+    for name, column in columns.items():
+        common = column.keys() & found.keys()
+        differing = sorted(recipe for recipe in common if column[recipe] != found[recipe])
+        changed += len(differing)
+        print(f"{name}, now {here}: {len(differing)} of {len(common)} recipes have other bits")
+        print("".join(f"- {recipe}: {column[recipe][:12]}, now {found[recipe][:12]}\n" for recipe in differing), end="")
+    return int(changed > 0)
+
+
 def main() -> None:
+    sys.path.insert(0, str(HERE))  # the tests
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=pathlib.Path, nargs="?", help="the root of another checkout")
+    parser.add_argument("--keep", type=pathlib.Path, metavar="FILE", help="add the digests of this torch to a file")
+    parser.add_argument("--before", type=pathlib.Path, metavar="FILE", help="compare with the digests in a file")
     parser.add_argument("--tell", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.tell:
         tell()
         return
+    if arguments.keep is not None:
+        keep(arguments.keep)
+        return
+    if arguments.before is not None:
+        raise SystemExit(before(arguments.before))
+    if arguments.other is None:
+        parser.error("give the root of another checkout, --keep FILE or --before FILE")
     here, there = answers(HERE), answers(arguments.other.resolve())
     differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     for name in differing:
