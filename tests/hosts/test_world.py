@@ -187,6 +187,9 @@ def scaled(factor):
 tried(lambda: family.recipe(4, loss_fn=scaled(rank)).train())
 other = (lambda output, target: family.loss_fn(output, target)) if rank else family.loss_fn
 tried(lambda: family.recipe(4, loss_fn=other).train())
+here, phalanx.__version__ = phalanx.__version__, f"0.{rank}.7"
+tried(lambda: family.recipe(4).train())
+phalanx.__version__ = here
 def ranked(output, target):
     return family.loss_fn(output, target) * (1 if rank else 1)
 import warnings
@@ -202,7 +205,8 @@ told[-1] = [told[-1], [str(one.message).partition(", ")[0] for one in caught]]
         assert told[3].startswith("UsageError: recipe.data: item 0 is ")
         assert told[4].startswith("UsageError: recipe.loss_fn (its variable factor) is ")
         assert told[5].startswith("UsageError: recipe.loss_fn is ")
-        assert told[6] == [1, [f"loss_fn (its global rank) is {rank} in process {rank}"]]
+        assert told[6].startswith("UsageError: version of phalanx is ")
+        assert told[7] == [1, [f"loss_fn (its global rank) is {rank} in process {rank}"]]
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from typing import Any
 
 from phalanx.definition.checks import outline, parameters_of
 from phalanx.definition.data import Columns
-from phalanx.definition.fields import Definition
+from phalanx.definition.fields import Definition, Phase
 from phalanx.definition.plain import PLAIN, array_summary, container_summary, decoded, is_plain_array, plain, short
 from phalanx.definition.reachable import MOST, held_by, installed, parts_of, reachable, version
 from phalanx.errors import VALUE_CHARACTERS, shortened
@@ -32,6 +32,9 @@ OPTIONS = ("optimizer", "scheduler")  # plain values that these lead to are opti
 PHASE = ("name", "chosen", "every", "loss_takes", "loss_over")
 # A finished run can be extended by steps and epochs; the others are described in their own way.
 ELSEWHERE = ("steps", "epochs", "phases", "weights", *CODE, *OPTIONS)
+# What a recipe did not have yet when it was written down is as it is by default.
+DEFAULTS = {item.name: repr(item.default) for item in dataclasses.fields(Definition) if item.name not in ELSEWHERE}
+PHASE_DEFAULTS = {item.name: repr(item.default) for item in dataclasses.fields(Phase) if item.name in PHASE}
 MOST_HINTS = 128  # of a field, the nearest first; what lies beyond is only seen in what a step computes
 LISTED = 8  # differences of a kind that are listed
 GLOBAL, READS = " (its global ", "code "
@@ -98,8 +101,9 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], sides: tuple[str
         if theirs["format"] != FORMAT:
             raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads format {FORMAT}")
         comparison, between = Comparison(), functools.partial(_between, sides=sides)
-        for part in ("values", "made") if mine.get("made") and theirs.get("made") else ("values",):
-            comparison.differs += between(mine[part], theirs[part])
+        comparison.differs += between(*map(_completed, (mine["values"], theirs["values"])))
+        if mine.get("made") and theirs.get("made"):
+            comparison.differs += between(mine["made"], theirs["made"])
         for name in {**mine["data"], **theirs["data"]}:
             one, other = (side["data"].get(name, ["absent", ""]) for side in (mine, theirs))
             if one != other:
@@ -252,6 +256,13 @@ def _between(mine: Mapping[str, str], theirs: Mapping[str, str], sides: tuple[st
         if "absent" not in pair or not any(name.startswith(above) for above in changed if above != name)
     ]
     return differences[:LISTED] + [f"and {len(differences) - LISTED} more"] * (len(differences) > LISTED)
+
+
+def _completed(values: Mapping[str, str]) -> dict[str, str]:
+    """With the fields that came after a recipe was written down."""
+    phases = {name.partition(".")[0] for name in values if name.startswith("phases[")}
+    newer = {f"{phase}.{name}": text for phase in phases for name, text in PHASE_DEFAULTS.items()}
+    return {**DEFAULTS, **newer, **values}
 
 
 def _common(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -20,15 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.definition.reachable import version
 from phalanx.errors import PhalanxError
 from phalanx.frameworks import registry
 from phalanx.recipe import Recipe
 from phalanx.surroundings.presence import around, processors, usable_cores
 
-PACKAGES = (
-    "phalanx", "torch", "numpy", "cloudpickle", "jax", "jaxlib", "optax", "keras", "tinygrad", "lightning",
-    "transformers", "scikit-learn",
-)  # fmt: skip
 # Of the environment, what changes threads, kernels and the order of things. The rest is not told: it may be secret.
 TELLING = (
     "OMP_",
@@ -43,13 +41,14 @@ TELLING = (
     "GLOO_",
     "XLA_",
 )
-NAMED = ("PYTHONHASHSEED", "LD_PRELOAD", "MALLOC_CONF", "JAX_PLATFORMS", "JAX_ENABLE_X64")
+NAMED = "PYTHONHASHSEED", "LD_PRELOAD", "MALLOC_CONF"
 LIMITS = {
     "open files": "RLIMIT_NOFILE",
     "processes": "RLIMIT_NPROC",
     "locked memory": "RLIMIT_MEMLOCK",
     "memory": "RLIMIT_AS",
 }
+NAME, DEVELOPMENT = re.compile(r"[\w.-]+"), re.compile(r"extra == .dev")
 SAMPLES, STEPS, REPLICAS, BATCH = 48, 4, 4, 16
 
 
@@ -89,10 +88,13 @@ def _tells(name: str) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    found = dict[str, str]()
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+    """Those of phalanx and of what it needs or can use, where that is installed."""
+    found = {"phalanx": version("phalanx")}
+    for requirement in importlib.metadata.requires("phalanx") or ():
+        name = NAME.match(requirement)
+        if name is not None and not DEVELOPMENT.search(requirement):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name[0]] = importlib.metadata.version(name[0])
     return found
 
 

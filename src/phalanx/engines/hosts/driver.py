@@ -24,6 +24,7 @@ from phalanx.definition.described import shared
 from phalanx.definition.fields import Definition
 from phalanx.definition.metrics import Metrics
 from phalanx.definition.plain import hashed
+from phalanx.definition.reachable import version
 from phalanx.definition.shards import Dealing, Head
 from phalanx.engines.changing import Changing
 from phalanx.engines.hosts.members import CLOSED, DONE, LEAVES, Farewell
@@ -395,6 +396,7 @@ def _facts(definition: Definition, framework: Framework, workers: int | None) ->
     with framework.environment:
         own = framework.capture(copy=False).facts.get("environment", {})
     return {
+        "version of phalanx": version("phalanx"),
         "steps": definition.total,
         "epochs": definition.epochs,
         "workers": workers,
