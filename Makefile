@@ -5,6 +5,7 @@ INSTALLED := .venv/.installed
 RAY := .venv/.ray
 MINUTES ?= 10
 SEED ?= 0
+CASES ?= 4
 SOURCES := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
@@ -31,7 +32,9 @@ endef
 test: $(INSTALLED)  ## the tests, the same ones every time; under four minutes
 	$(call tests, and not campaign and not house,2)
 
-test-all: $(INSTALLED) $(RAY)  ## all tests and all their cases; an hour
+test-all: export PHALANX_CASES := $(CASES)
+test-all: export PHALANX_DRAW := $(SEED)
+test-all: $(INSTALLED) $(RAY)  ## all tests; of long lists of cases four that SEED draws, or CASES=all: hours
 	$(call tests,,3)
 
 core: $(INSTALLED)  ## the core's tests, where phalanx has no satellites: what CONTRIBUTING says it can do without

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from tests.sampling import leave_out
+from tests.sampling import draw, leave_out
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background of a shell: nobody could press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,8 +49,14 @@ def pytest_ignore_collect(collection_path):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out most of what takes long, unless files were asked for by name."""
-    if not any(".py" in argument for argument in config.args):
-        leave_out(items)
+    if any(".py" in argument for argument in config.args):
+        return
+    leave_out(items)
+    cases = os.environ.get("PHALANX_CASES", "all")  # of ``make test-all``
+    if cases != "all":
+        kept = draw(items, int(cases), os.environ.get("PHALANX_DRAW", "0"))
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 @pytest.fixture(autouse=True)

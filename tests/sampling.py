@@ -1,9 +1,12 @@
-"""Which tests ``make test`` tries: the same ones every time. ``make test-all`` tries all.
+"""Which tests ``make test`` tries: the same ones every time. ``make test-all`` tries all tests.
 
 ``make test`` tries every test that is not marked "long" or "longest", and of those the ones in ``EVERY_TIME``. Of a
 long list of cases (``sample``, ``cover``, the mark ``cases(count)``) it tries a few. Which ones follows from the
 list's name alone. What is left out has the mark "campaign". A file that is named on the command line runs its long
 tests, too.
+
+``make test-all`` tries each test. Of one that has many cases with the mark "campaign" it tries ``CASES``, drawn by
+``SEED``, so that each night tries others: all of them take hours on two cores. ``make test-all CASES=all`` tries all.
 """
 
 import itertools
@@ -177,6 +180,18 @@ def leave_out(items):
         for case in cases:
             if case not in chosen:
                 case.add_marker("campaign")
+
+
+def draw(items, count, seed):
+    """The items without most of what is left out every time: of each test stay ``count`` cases, drawn by ``seed``."""
+    tests = {}
+    for item in items:
+        if item.get_closest_marker("campaign"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item.nodeid)
+    kept = set()
+    for test, cases in tests.items():
+        kept |= set(random.Random(f"{seed} {test}").sample(sorted(cases), min(count, len(cases))))
+    return [item for item in items if item.nodeid in kept or not item.get_closest_marker("campaign")]
 
 
 def tried(test, cases):

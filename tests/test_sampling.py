@@ -107,6 +107,16 @@ def test_a_long_list_of_cases_is_cut():
     assert "many[5]" not in found
 
 
+def test_of_many_cases_a_night_draws_some():
+    """Another seed draws others, and in time all; what is tried every time is never left out."""
+    cases = [Item(f"many[{number}]", "campaign") for number in range(9)]
+    items = [Item("quick"), Item("alone", "campaign"), *cases]
+    drawn = [[item.nodeid for item in sampling.draw(items, 2, str(seed))] for seed in range(40)]
+    assert sampling.draw(items, 2, "0") == sampling.draw(items, 2, "0")
+    assert all(len(names) == 4 and names[:2] == [items[0].nodeid, items[1].nodeid] for names in drawn)
+    assert {name for names in drawn for name in names} == {item.nodeid for item in items}
+
+
 def test_what_is_listed_exists():
     """Each name of the list is a test of its file."""
     for name in LONG_TESTS:
