@@ -70,9 +70,11 @@ out/docs/.installed: pyproject.toml
 
 dist: $(INSTALLED)  ## wheel and sdist in dist/, tried: installed into a fresh environment, where a recipe and the backend run
 	@rm -rf dist out/fresh && $(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w dist .
-	@$(BIN)/pip install -q --disable-pip-version-check build && $(BIN)/python -m build -q --sdist -o dist .
+	@$(BIN)/pip install -q --disable-pip-version-check build twine && $(BIN)/python -m build -q --sdist -o dist .
+	@$(BIN)/twine check --strict dist/*
 	@$(PYTHON) -m venv out/fresh
 	@out/fresh/bin/pip install -q --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[demo]"
+	@out/fresh/bin/pip check
 	@cd out/fresh && bin/phalanx demo digits --quiet --workers 2 && bin/python ../../benchmarks/installed.py
 	@ls dist
 
