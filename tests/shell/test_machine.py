@@ -1,5 +1,6 @@
 """``phalanx check`` without a file: what a report of a fault has to say of a machine."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -56,6 +57,16 @@ def test_a_recipe_that_fails_is_told(monkeypatch):
     monkeypatch.setattr(Recipe, "train", fails)
     assert {told["digest"] for told in machine.digests().values()} == {None}
     assert {told["error"] for told in machine.digests().values()} == {"WorkerError: nothing could be mapped"}
+
+
+def test_a_package_that_is_not_installed_has_its_version(monkeypatch):
+    """phalanx may be imported from a folder, without what pip writes down."""
+
+    def unknown(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", unknown)
+    assert machine.described()["versions"].keys() == {"python", "phalanx", "torch", "numpy"}
 
 
 @pytest.mark.long

@@ -90,7 +90,11 @@ def _tells(name: str) -> bool:
 def _versions() -> dict[str, str]:
     """Those of phalanx and of what it needs or can use, where that is installed."""
     found = {"phalanx": version("phalanx")}
-    for requirement in importlib.metadata.requires("phalanx") or ():
+    try:
+        requirements = importlib.metadata.requires("phalanx") or ()
+    except importlib.metadata.PackageNotFoundError:  # it is imported from a folder, and was not installed
+        requirements = ("torch", "numpy")
+    for requirement in requirements:
         name = NAME.match(requirement)
         if name is not None and not DEVELOPMENT.search(requirement):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
