@@ -60,7 +60,7 @@ def test_a_recipe_that_fails_is_told(monkeypatch):
 
 
 def test_a_package_that_is_not_installed_has_its_version(monkeypatch):
-    """phalanx may be imported from a folder, without what pip writes down."""
+    """Phalanx may be imported from a folder, without what pip writes down."""
 
     def unknown(name):
         raise importlib.metadata.PackageNotFoundError(name)
