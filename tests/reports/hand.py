@@ -82,7 +82,7 @@ def plain(model, loss, data, optimizer=SGD, *, max_norm=0.0, scheduler=None, bef
         if max_norm:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         rates.append(rule.param_groups[0]["lr"])
-        losses.append(float(value))
+        losses.append(float(value.detach()))
         if not skip or value.isfinite():
             rule.step()
         if schedule:

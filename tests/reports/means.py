@@ -228,7 +228,9 @@ def parameter_that_is_never_used():
 )
 def branches_by_sample():
     data = batches(X, Y)
-    return Case(recipe(lambda: fixed(Spare()), optimizer=MOMENTUM), told(plain(fixed(Spare()), entropy, data, MOMENTUM)))
+    return Case(
+        recipe(lambda: fixed(Spare()), optimizer=MOMENTUM), told(plain(fixed(Spare()), entropy, data, MOMENTUM))
+    )
 
 
 class Tied(nn.Module):
@@ -342,14 +344,12 @@ def two_optimizers():
             value = loss(model, batch)
             value.backward()
             rule.step()
-            losses += [float(value)] if loss is small else []
+            losses += [float(value.detach())] if loss is small else []
     phases = [
         phalanx.Phase(small, parameters="first", optimizer=SGD, loss_takes="model"),
         phalanx.Phase(both, parameters="second", optimizer=MOMENTUM, loss_takes="model"),
     ]
-    made_anew = phalanx.Recipe(
-        lambda: fixed(Two()), (X, Y), batch_size=8, steps=6, shuffle=False, phases=phases
-    )
+    made_anew = phalanx.Recipe(lambda: fixed(Two()), (X, Y), batch_size=8, steps=6, shuffle=False, phases=phases)
     return Case(made_anew, outcome(model, losses))
 
 

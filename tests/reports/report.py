@@ -138,7 +138,9 @@ def leaves(value, path=""):
         yield from ((f"{path}.{name}{rest}", leaf) for name, each in value for rest, leaf in leaves(each))
     elif isinstance(value, (list, tuple)):
         yield f"{path}.length", len(value)
-        yield from ((f"{path}[{number}]{rest}", leaf) for number, each in enumerate(value) for rest, leaf in leaves(each))
+        yield from (
+            (f"{path}[{number}]{rest}", leaf) for number, each in enumerate(value) for rest, leaf in leaves(each)
+        )
     else:
         yield path, value
 

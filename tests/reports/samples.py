@@ -42,9 +42,7 @@ def same_order_every_epoch():
     0.0,
 )
 def no_sample_twice():
-    return Case(
-        sightings(10, 9, batch_size=4, shuffle=True), [[1] * 10] * 3, counted([4, 4, 2] * 3, 3)
-    )
+    return Case(sightings(10, 9, batch_size=4, shuffle=True), [[1] * 10] * 3, counted([4, 4, 2] * 3, 3))
 
 
 @report(
@@ -55,7 +53,9 @@ def no_sample_twice():
     0.0,
 )
 def steps_of_an_epoch():
-    return Case(recipe(data=(X[:22], Y[:22]), epochs=2), [6, 44], lambda result, options: [result.steps, result.samples])
+    return Case(
+        recipe(data=(X[:22], Y[:22]), epochs=2), [6, 44], lambda result, options: [result.steps, result.samples]
+    )
 
 
 @report(

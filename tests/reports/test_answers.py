@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.reports import means, samples
+from tests.reports import means, samples, training  # noqa: F401
 from tests.reports.report import REPORTS, check
 
 ANSWERS = [each for each in REPORTS if each.close is not None]
