@@ -10,33 +10,39 @@ import phalanx
 from phalanx.callbacks import Thaw
 from tests.orders import triples
 from tests.reports.hand import (
-    MOMENTUM, SGD, TARGET, X, Y, batches, by_shares, entropy, fixed, line, made, net, plain, recipe, told,
-)  # fmt: skip
-from tests.reports.report import MEANS, NUMBERS, ROUNDING, Case, noting, outcome, report
+    MOMENTUM,
+    SGD,
+    TARGET,
+    X,
+    Y,
+    batches,
+    by_shares,
+    entropy,
+    fixed,
+    line,
+    made,
+    net,
+    plain,
+    recipe,
+    told,
+)
+from tests.reports.report import MEANS, NUMBERS, ROUNDING, Case, here, noting, outcome, report, wrong
 
 LABELS = torch.where(made(24, 5, seed=3) > 0.3, made(24, 5, seed=4).abs().long() % 3, -100)  # many are not counted
 LABELS[2:4] = -100  # nothing counts in the second share
 TOKENS = made(24, 5, 4, seed=5)
 
 
-@report(
-    NUMBERS,
-    "Lightning-AI/pytorch-lightning#6789 huggingface/transformers#10385",
-    "Two devices with half the batch each came to worse results than one with the whole batch.",
-    "The whole batch is cut into shares. Losses and weights are those of one device.",
-    ROUNDING,
-)
+@report(NUMBERS, ROUNDING, "Lightning-AI/pytorch-lightning#6789 huggingface/transformers#10385")
+@wrong("Two devices with half the batch each came to worse results than one with the whole batch.")
+@here("The whole batch is cut into shares. Losses and weights are those of one device.")
 def same_batch_on_more_devices():
     return Case(recipe(optimizer=MOMENTUM), told(plain(net(), entropy, batches(X, Y), MOMENTUM)))
 
 
-@report(
-    NUMBERS,
-    "pytorch/pytorch#30509 NVIDIA/nccl#446 pytorch/pytorch#187276",
-    "The bits of gradients changed with the size of buckets, or with the library that adds.",
-    "Gradients are added in an order that R alone decides.",
-    0.0,
-)
+@report(NUMBERS, 0.0, "pytorch/pytorch#30509 NVIDIA/nccl#446 pytorch/pytorch#187276")
+@wrong("The bits of gradients changed with the size of buckets, or with the library that adds.")
+@here("Gradients are added in an order that R alone decides.")
 def order_of_additions():
     rows = torch.tensor(triples(4))
     weights = torch.zeros(rows.shape[1])
@@ -57,24 +63,16 @@ def order_of_additions():
     )
 
 
-@report(
-    NUMBERS,
-    "meta-pytorch/torchrec#747 pytorch/pytorch#37359",
-    "Ranks had to have batches of one size, or the mean was of something else.",
-    "Shares may differ by a sample. They are weighted by their sizes.",
-    ROUNDING,
-)
+@report(NUMBERS, ROUNDING, "meta-pytorch/torchrec#747 pytorch/pytorch#37359")
+@wrong("Ranks had to have batches of one size, or the mean was of something else.")
+@here("Shares may differ by a sample. They are weighted by their sizes.")
 def shares_of_unlike_sizes():
     return Case(recipe(batch_size=7), told(plain(net(), entropy, batches(X, Y, size=7))))
 
 
-@report(
-    NUMBERS,
-    "spellml/deeplab-voc-2012#3 NVIDIA/apex#696",
-    "People did not know whether a rate has to be multiplied by the number of processes.",
-    "A rate belongs to the whole batch. Neither R nor workers scale it.",
-    ROUNDING,
-)
+@report(NUMBERS, ROUNDING, "spellml/deeplab-voc-2012#3 NVIDIA/apex#696")
+@wrong("People did not know whether a rate has to be multiplied by the number of processes.")
+@here("A rate belongs to the whole batch. Neither R nor workers scale it.")
 def rates_and_numbers_of_processes():
     weight, bias, losses = torch.linspace(-0.5, 0.75, 4).double(), torch.full((1,), -0.5).double(), []
     for x, y in batches(X, TARGET):
@@ -85,25 +83,17 @@ def rates_and_numbers_of_processes():
     return Case(recipe(line, (X, TARGET), F.mse_loss, replicas=3), right)
 
 
-@report(
-    MEANS,
-    "ultralytics/ultralytics#18616 neuralmagic/sparseml#135",
-    "A loss was multiplied by the number of processes, to make good a mean that was right before.",
-    "A mean over samples stays one. The shown loss is that of the whole batch.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "ultralytics/ultralytics#18616 neuralmagic/sparseml#135")
+@wrong("A loss was multiplied by the number of processes, to make good a mean that was right before.")
+@here("A mean over samples stays one. The shown loss is that of the whole batch.")
 def loss_times_world_size():
     right = plain(line(), lambda model, x, y: F.mse_loss(model(x), y), batches(X, TARGET))
     return Case(recipe(line, (X, TARGET), F.mse_loss), told(right))
 
 
-@report(
-    MEANS,
-    "pytorch/pytorch#33148 microsoft/PyMarlin#80 Lightning-AI/pytorch-lightning#20404",
-    "Ranks with a batch more than others waited for ever.",
-    "The last batch may have fewer samples than there are replicas. The others sit that step out.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "pytorch/pytorch#33148 microsoft/PyMarlin#80 Lightning-AI/pytorch-lightning#20404")
+@wrong("Ranks with a batch more than others waited for ever.")
+@here("The last batch may have fewer samples than there are replicas. The others sit that step out.")
 def last_batch_of_one_sample():
     data = X[:9], Y[:9]
     return Case(recipe(data=data, batch_size=4), told(plain(net(), entropy, batches(*data, size=4))))
@@ -119,70 +109,46 @@ def tokens_case(**changes):
     return Case(recipe(net, (TOKENS, LABELS), weighted, **changes), told(right))
 
 
-@report(
-    MEANS,
-    "huggingface/transformers#34242 huggingface/transformers#40799",
-    "The mean over tokens was taken on each device, and the mean of these means was trained on.",
-    "With `phalanx.weighted` it is the mean over all tokens of the batch.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "huggingface/transformers#34242 huggingface/transformers#40799")
+@wrong("The mean over tokens was taken on each device, and the mean of these means was trained on.")
+@here("With `phalanx.weighted` it is the mean over all tokens of the batch.")
 def mean_over_tokens():
     return tokens_case(replicas=3)
 
 
-@report(
-    MEANS,
-    "ml-explore/mlx-lm#1413 allenai/open-instruct#1736 verl-project/verl#5625",
-    "Gradient accumulation averaged the means of micro-batches, so short samples weighed too much.",
-    "Parts of a share are weighted by their tokens, too.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "ml-explore/mlx-lm#1413 allenai/open-instruct#1736 verl-project/verl#5625")
+@wrong("Gradient accumulation averaged the means of micro-batches, so short samples weighed too much.")
+@here("Parts of a share are weighted by their tokens, too.")
 def micro_batches_of_unlike_length():
     return tokens_case(micro_batches=2)
 
 
-@report(
-    MEANS,
-    "NVIDIA-NeMo/Automodel#2468",
-    "A rank whose samples had nothing to train on skipped its backward pass, and the others hung.",
-    "A share of weight 0 is left out of the mean.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "NVIDIA-NeMo/Automodel#2468")
+@wrong("A rank whose samples had nothing to train on skipped its backward pass, and the others hung.")
+@here("A share of weight 0 is left out of the mean.")
 def share_in_which_nothing_counts():
     return tokens_case()
 
 
-@report(
-    MEANS,
-    "huggingface/transformers#1563 huggingface/diffusers#721",
-    "Gradients were clipped after each part, and not once before the update.",
-    "`max_norm` clips the mean gradient of the batch, once.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "huggingface/transformers#1563 huggingface/diffusers#721")
+@wrong("Gradients were clipped after each part, and not once before the update.")
+@here("`max_norm` clips the mean gradient of the batch, once.")
 def clipping_each_part():
     right = plain(net(), entropy, batches(X, Y), max_norm=0.1)
     return Case(recipe(max_norm=0.1, micro_batches=2), told(right))
 
 
-@report(
-    MEANS,
-    "modelscope/twinkle#290 PaddlePaddle/Paddle#35893",
-    "The norm was added up over ranks that all had it, or was that of one rank's part.",
-    "The norm is that of the whole mean gradient, wherever its parts lie.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "modelscope/twinkle#290 PaddlePaddle/Paddle#35893")
+@wrong("The norm was added up over ranks that all had it, or was that of one rank's part.")
+@here("The norm is that of the whole mean gradient, wherever its parts lie.")
 def norm_of_the_whole():
     right = plain(net(), entropy, batches(X, Y), max_norm=0.1)["norms"]
     return Case(recipe(max_norm=0.1), right, **noting(lambda told: told.grad_norm))
 
 
-@report(
-    MEANS,
-    "modelscope/FunASR#3472 karpathy/build-nanogpt#30",
-    "`no_sync` was around the wrong passes, so that only some micro-batches counted.",
-    "Accumulation is the same sum as that over replicas. There is nothing to switch.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "modelscope/FunASR#3472 karpathy/build-nanogpt#30")
+@wrong("`no_sync` was around the wrong passes, so that only some micro-batches counted.")
+@here("Accumulation is the same sum as that over replicas. There is nothing to switch.")
 def accumulation_of_all_parts():
     return Case(recipe(replicas=3, micro_batches=2), told(plain(net(), entropy, batches(X, Y))))
 
@@ -203,13 +169,9 @@ class Spare(nn.Module):
         return out
 
 
-@report(
-    MEANS,
-    "pytorch/pytorch#43259 Megvii-BaseDetection/YOLOX#885",
-    "A parameter that no sample used ended the run with an error.",
-    "Its gradient is None, as on one device. Weight decay does not touch it, and it keeps its bits.",
-    0.0,
-)
+@report(MEANS, 0.0, "pytorch/pytorch#43259 Megvii-BaseDetection/YOLOX#885")
+@wrong("A parameter that no sample used ended the run with an error.")
+@here("Its gradient is None, as on one device. Weight decay does not touch it, and it keeps its bits.")
 def parameter_that_is_never_used():
     right = {name: each.detach() for name, each in fixed(Spare()).spare.named_parameters()}
     return Case(
@@ -219,13 +181,9 @@ def parameter_that_is_never_used():
     )
 
 
-@report(
-    MEANS,
-    "open-mmlab/mmdetection#4742 open-mmlab/mmdetection3d#488",
-    "Ranks took other branches, and used other parameters.",
-    "A replica that did not use a parameter adds nothing. No flag is needed.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "open-mmlab/mmdetection#4742 open-mmlab/mmdetection3d#488")
+@wrong("Ranks took other branches, and used other parameters.")
+@here("A replica that did not use a parameter adds nothing. No flag is needed.")
 def branches_by_sample():
     data = batches(X, Y)
     return Case(
@@ -245,13 +203,9 @@ class Tied(nn.Module):
         return self.head(self.embedding(x).tanh())
 
 
-@report(
-    MEANS,
-    "Lightning-AI/pytorch-lightning#9525 huggingface/accelerate#1000",
-    "Tied weights came apart when the model was moved or dealt out.",
-    "Tied weights stay one tensor, with one gradient and one update.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "Lightning-AI/pytorch-lightning#9525 huggingface/accelerate#1000")
+@wrong("Tied weights came apart when the model was moved or dealt out.")
+@here("Tied weights stay one tensor, with one gradient and one update.")
 def tied_weights():
     right = told(plain(fixed(Tied()), entropy, batches(Y, Y.roll(1))))
     return Case(
@@ -264,13 +218,9 @@ def tied_weights():
     )
 
 
-@report(
-    MEANS,
-    "NVIDIA/apex#46 facebookresearch/fairscale#614",
-    "Layers could not be frozen or thawed once the model was wrapped.",
-    "`run.freeze`, `run.thaw` and `Thaw` act at a step boundary, in every process.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "NVIDIA/apex#46 facebookresearch/fairscale#614")
+@wrong("Layers could not be frozen or thawed once the model was wrapped.")
+@here("`run.freeze`, `run.thaw` and `Thaw` act at a step boundary, in every process.")
 def layers_that_thaw():
     model = net()
 
@@ -281,13 +231,9 @@ def layers_that_thaw():
     return Case(recipe(optimizer=MOMENTUM), right, options=lambda: {"callbacks": [Thaw("0.*", epoch=1)]})
 
 
-@report(
-    MEANS,
-    "facebookresearch/vissl#474 huggingface/transformers#22252 huggingface/sentence-transformers#3415",
-    "A contrastive loss compared the samples of one device only.",
-    'With `loss_over="batch"` the loss sees the outputs of the whole batch.',
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "facebookresearch/vissl#474 huggingface/transformers#22252")
+@wrong("A contrastive loss compared the samples of one device only.")
+@here('With `loss_over="batch"` the loss sees the outputs of the whole batch.')
 def contrastive_loss():
     def pairs(output, target):
         return F.cross_entropy(output @ output.roll(1, 0).T, torch.arange(len(output)))
@@ -296,13 +242,9 @@ def contrastive_loss():
     return Case(recipe(loss_fn=pairs, loss_over="batch"), told(right))
 
 
-@report(
-    MEANS,
-    "ecmwf/WeatherGenerator#2718",
-    "A loss that was NaN on another rank than the first was not skipped.",
-    'With `on_nonfinite="skip"` a loss that is not finite on any replica leaves the weights as they were.',
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "ecmwf/WeatherGenerator#2718")
+@wrong("A loss that was NaN on another rank than the first was not skipped.")
+@here('With `on_nonfinite="skip"` a loss that is not finite on any replica leaves the weights as they were.')
 def not_a_number_on_one_rank():
     x = X.clone()
     x[14] = torch.inf
@@ -322,13 +264,9 @@ class Two(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
 
 
-@report(
-    MEANS,
-    "Lightning-AI/pytorch-lightning#7233 open-mmlab/mmgeneration#286",
-    "Models with two optimizers, as GANs, trained worse on two devices, or failed.",
-    "Each phase is a gradient of the whole batch and an update, in order.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "Lightning-AI/pytorch-lightning#7233 open-mmlab/mmgeneration#286")
+@wrong("Models with two optimizers, as GANs, trained worse on two devices, or failed.")
+@here("Each phase is a gradient of the whole batch and an update, in order.")
 def two_optimizers():
     def small(model, batch):
         return model.first(batch[0]).square().mean()
@@ -353,13 +291,9 @@ def two_optimizers():
     return Case(made_anew, outcome(model, losses))
 
 
-@report(
-    MEANS,
-    "pytorch/pytorch#175024 pytorch/pytorch#22095",
-    "Two forward passes before one backward pass failed, as buffers were written in between.",
-    "Buffers are settled after the step. A forward pass may be called as often as one likes.",
-    ROUNDING,
-)
+@report(MEANS, ROUNDING, "pytorch/pytorch#175024 pytorch/pytorch#22095")
+@wrong("Two forward passes before one backward pass failed, as buffers were written in between.")
+@here("Buffers are settled after the step. A forward pass may be called as often as one likes.")
 def two_forward_passes():
     def twice(model, x, y):
         return F.cross_entropy(model(x), y) + model(x * 2).square().mean()

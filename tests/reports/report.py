@@ -3,6 +3,7 @@
 A situation is written anew: it has the cause that the report names, and none of its code.
 """
 
+import functools
 import math
 import os
 import signal
@@ -38,25 +39,19 @@ class Report:
     ----------
     theme : str
         One of ``THEMES``.
+    close : float or None
+        How near to the right value a situation's has to be; 0: its bits. None: a test, which has no value.
     links : str
         As "owner/repository#number", with blanks between them.
-    wrong, here : str
-        What went wrong there, and what phalanx does: a sentence each.
     program : callable
-        A situation, or the test of a refusal or of an end.
-    close : float or None
-        How near to the right value a situation's has to be; 0: its bits. None: a test has no value.
-    right : bool
-        False: phalanx does not do it right yet.
+        A situation, or the test of a refusal or of an end; ``wrong`` and ``here`` say what went wrong there, and what
+        phalanx does.
     """
 
     theme: str
+    close: float | None
     links: str
-    wrong: str
-    here: str
     program: Callable[..., Any]
-    close: float | None = None
-    right: bool = True
 
     @property
     def name(self):
@@ -93,15 +88,28 @@ def outcome(model, losses):
     return {"losses": list(losses), "weights": {name: each.detach() for name, each in model.named_parameters()}}
 
 
-def report(theme, links, wrong, here, close=None, right=True):
-    """Note a function as the program of a report; of situations say ``close``."""
+def report(theme, close, links):
+    """Note a function as the program of a report."""
     assert theme in THEMES
 
     def noted(program):
-        REPORTS.append(Report(theme, links, wrong, here, program, close, right))
+        REPORTS.append(Report(theme, close, links, program))
         return program
 
     return noted
+
+
+def said(name, text):
+    """A decorator that writes a sentence to a function."""
+
+    def write(program):
+        setattr(program, name, text)
+        return program
+
+    return write
+
+
+wrong, here, not_yet = (functools.partial(said, name) for name in ("wrong", "here", "not_yet"))
 
 
 class Noted:

@@ -8,7 +8,7 @@ from torch import nn
 
 import phalanx
 from tests.reports.hand import X, Y, batches, entropy, epochs, net, plain, recipe, sightings, times
-from tests.reports.report import RANDOM, RESUMES, ROUNDING, SAMPLES, Case, report
+from tests.reports.report import RANDOM, RESUMES, ROUNDING, SAMPLES, Case, here, report, wrong
 
 ONCE = [1] * 24
 
@@ -18,13 +18,9 @@ def counted(sizes, per_epoch):
     return lambda result, options: epochs(times(result.model, sizes), per_epoch)
 
 
-@report(
-    SAMPLES,
-    "pytorch/pytorch#31771 lucidrains/DALLE-pytorch#230 kan-bayashi/ParallelWaveGAN#177",
-    "Without a call of `set_epoch` every epoch had the same order.",
-    "Each epoch has an order of its own, which follows from (seed, epoch).",
-    0.0,
-)
+@report(SAMPLES, 0.0, "pytorch/pytorch#31771 lucidrains/DALLE-pytorch#230 kan-bayashi/ParallelWaveGAN#177")
+@wrong("Without a call of `set_epoch` every epoch had the same order.")
+@here("Each epoch has an order of its own, which follows from (seed, epoch).")
 def same_order_every_epoch():
     def orders(result, options):
         seen = times(result.model, [8] * 9)
@@ -34,37 +30,25 @@ def same_order_every_epoch():
     return Case(sightings(24, 9, shuffle=True), [True, [ONCE] * 3], orders)
 
 
-@report(
-    SAMPLES,
-    "pytorch/pytorch#22584",
-    "Samples were repeated, so that each rank had equally many.",
-    "Each sample comes once in an epoch. Nothing wraps, nothing is padded.",
-    0.0,
-)
+@report(SAMPLES, 0.0, "pytorch/pytorch#22584")
+@wrong("Samples were repeated, so that each rank had equally many.")
+@here("Each sample comes once in an epoch. Nothing wraps, nothing is padded.")
 def no_sample_twice():
     return Case(sightings(10, 9, batch_size=4, shuffle=True), [[1] * 10] * 3, counted([4, 4, 2] * 3, 3))
 
 
-@report(
-    SAMPLES,
-    "Lightning-AI/pytorch-lightning#3716",
-    "Each of four processes did all steps of an epoch.",
-    "An epoch has as many steps as it has batches, for any number of workers.",
-    0.0,
-)
+@report(SAMPLES, 0.0, "Lightning-AI/pytorch-lightning#3716")
+@wrong("Each of four processes did all steps of an epoch.")
+@here("An epoch has as many steps as it has batches, for any number of workers.")
 def steps_of_an_epoch():
     return Case(
         recipe(data=(X[:22], Y[:22]), epochs=2), [6, 44], lambda result, options: [result.steps, result.samples]
     )
 
 
-@report(
-    SAMPLES,
-    "allenai/rslearn#182 pytorch/ignite#1080",
-    "A sampler of one's own was replaced without a word.",
-    "`batch_sampler` says every batch of an epoch, and is followed.",
-    0.0,
-)
+@report(SAMPLES, 0.0, "allenai/rslearn#182 pytorch/ignite#1080")
+@wrong("A sampler of one's own was replaced without a word.")
+@here("`batch_sampler` says every batch of an epoch, and is followed.")
 def sampler_of_ones_own():
     chosen = [[3, 1, 4, 1], [5, 9, 2, 6], [8]]
     right = [[batch.count(sample) for sample in range(10)] for batch in chosen * 2]
@@ -72,13 +56,9 @@ def sampler_of_ones_own():
     return Case(made, right, lambda result, options: times(result.model, [4, 4, 1] * 2))
 
 
-@report(
-    SAMPLES,
-    "pytorch/pytorch#77154 Lightning-AI/pytorch-lightning#12866 Project-MONAI/MONAI#1742 fastai/fastai#2637",
-    "Weighted sampling did not work over several processes, or was left out.",
-    "`weights=` draws as many samples as there are. One of weight 0 never comes.",
-    0.0,
-)
+@report(SAMPLES, 0.0, "pytorch/pytorch#77154 Lightning-AI/pytorch-lightning#12866 fastai/fastai#2637")
+@wrong("Weighted sampling did not work over several processes, or was left out.")
+@here("`weights=` draws as many samples as there are. One of weight 0 never comes.")
 def weighted_samples():
     weights = [0.0] * 6 + [1.0] * 12 + [50.0] * 6
 
@@ -103,24 +83,16 @@ def stream_case(**changes):
     )  # fmt: skip
 
 
-@report(
-    SAMPLES,
-    "huggingface/datasets#5360 Lightning-AI/pytorch-lightning#15734",
-    "Each rank read the whole stream, so every sample came once for each rank.",
-    "A stream is read once, whatever the number of workers.",
-    0.0,
-)
+@report(SAMPLES, 0.0, "huggingface/datasets#5360 Lightning-AI/pytorch-lightning#15734")
+@wrong("Each rank read the whole stream, so every sample came once for each rank.")
+@here("A stream is read once, whatever the number of workers.")
 def stream_on_each_rank():
     return stream_case()
 
 
-@report(
-    SAMPLES,
-    "huggingface/datasets#3423",
-    "Each reading process of a stream yielded the same samples.",
-    "With `shards=` each logical reader has its part, and each sample comes once.",
-    0.0,
-)
+@report(SAMPLES, 0.0, "huggingface/datasets#3423")
+@wrong("Each reading process of a stream yielded the same samples.")
+@here("With `shards=` each logical reader has its part, and each sample comes once.")
 def stream_with_several_readers():
     def part(shard, shards):
         return ((torch.tensor(number),) for number in range(int(shard), 24, shards))
@@ -128,13 +100,9 @@ def stream_with_several_readers():
     return Case(sightings(24, 6, phalanx.Stream(part, shards=4)), [ONCE] * 2, counted([8] * 6, 3))
 
 
-@report(
-    SAMPLES,
-    "huggingface/transformers#3944",
-    "Predictions of several processes were not in the order of the inputs, and had some twice.",
-    "Predictions are in the order of the inputs, one for each.",
-    ROUNDING,
-)
+@report(SAMPLES, ROUNDING, "huggingface/transformers#3944")
+@wrong("Predictions of several processes were not in the order of the inputs, and had some twice.")
+@here("Predictions are in the order of the inputs, one for each.")
 def order_of_predictions():
     model = net()
     plain(model, entropy, batches(X, Y))
@@ -153,13 +121,9 @@ class Jittered(torch.utils.data.Dataset):
         return torch.tensor(index), torch.tensor(float(np.random.randint(1, 2**40)), dtype=torch.float64)
 
 
-@report(
-    RANDOM,
-    "xingyizhou/CenterNet#233 open-mmlab/OpenPCDet#886 wolny/pytorch-3dunet#32",
-    "Reading processes drew the same numbers from numpy, and again in every epoch.",
-    "All generators are seeded from (seed, epoch, sample) before a sample is read.",
-    0.0,
-)
+@report(RANDOM, 0.0, "xingyizhou/CenterNet#233 open-mmlab/OpenPCDet#886 wolny/pytorch-3dunet#32")
+@wrong("Reading processes drew the same numbers from numpy, and again in every epoch.")
+@here("All generators are seeded from (seed, epoch, sample) before a sample is read.")
 def augmentation_by_numpy():
     def drawn(result, options):
         return len(set((result.model.seen.detach() * 8).round().flatten().tolist()) - {0.0})
@@ -196,24 +160,16 @@ def masks_case(rows):
     )
 
 
-@report(
-    RANDOM,
-    "huggingface/transformers#31412 facebookresearch/fastMRI#123",
-    "Every device had the same dropout mask.",
-    "Dropout is keyed by (seed, step, replica): replicas have masks of their own.",
-    0.0,
-)
+@report(RANDOM, 0.0, "huggingface/transformers#31412 facebookresearch/fastMRI#123")
+@wrong("Every device had the same dropout mask.")
+@here("Dropout is keyed by (seed, step, replica): replicas have masks of their own.")
 def dropout_on_each_device():
     return masks_case(lambda rows: rows[0])
 
 
-@report(
-    RANDOM,
-    "SebChw/Actually-Robust-Training#137",
-    "After a checkpoint was loaded the generators stood elsewhere, and results differed.",
-    "Each step is seeded by its number, whether a run arrives there or begins there.",
-    0.0,
-)
+@report(RANDOM, 0.0, "SebChw/Actually-Robust-Training#137")
+@wrong("After a checkpoint was loaded the generators stood elsewhere, and results differed.")
+@here("Each step is seeded by its number, whether a run arrives there or begins there.")
 def dropout_after_a_resume():
     return masks_case(lambda rows: rows.flatten(0, 1))
 
@@ -223,13 +179,9 @@ def noisy(output, target):
     return float(torch.rand(3).sum() + np.random.rand())
 
 
-@report(
-    RANDOM,
-    "Lightning-AI/pytorch-lightning#6988",
-    "A validation before training changed the order of the samples that were trained on.",
-    "Evaluations change neither generators nor modes. Training is the same without them.",
-    ROUNDING,
-)
+@report(RANDOM, ROUNDING, "Lightning-AI/pytorch-lightning#6988")
+@wrong("A validation before training changed the order of the samples that were trained on.")
+@here("Evaluations change neither generators nor modes. Training is the same without them.")
 def evaluation_that_draws_numbers():
     made = recipe(shuffle=True)
     data = [[column[made.plan.indices(step)] for column in (X, Y)] for step in range(6)]
@@ -243,43 +195,31 @@ def evaluation_that_draws_numbers():
 
 @report(
     RESUMES,
-    "huggingface/accelerate#4233 huggingface/accelerate#2016 NVIDIA-NeMo/Speech#10797 KempnerInstitute/KempnerForge#51",
-    "A run that went on in the middle of an epoch had samples twice, or left some out.",
-    "It goes on with the next batch. Each sample comes once in an epoch.",
     0.0,
+    "huggingface/accelerate#4233 huggingface/accelerate#2016 NVIDIA-NeMo/Speech#10797",
 )
+@wrong("A run that went on in the middle of an epoch had samples twice, or left some out.")
+@here("It goes on with the next batch. Each sample comes once in an epoch.")
 def resumed_in_mid_epoch():
     return Case(sightings(24, 9, shuffle=True), [ONCE] * 3, counted([8] * 9, 3), stops=(4,))
 
 
-@report(
-    RESUMES,
-    "verl-project/verl#7401",
-    "A run that went on at the end of an epoch left out the next one.",
-    "It begins the next epoch, with that epoch's order.",
-    0.0,
-)
+@report(RESUMES, 0.0, "verl-project/verl#7401")
+@wrong("A run that went on at the end of an epoch left out the next one.")
+@here("It begins the next epoch, with that epoch's order.")
 def resumed_between_epochs():
     return Case(sightings(24, 9, shuffle=True), [ONCE] * 3, counted([8] * 9, 3), stops=(3, 6))
 
 
-@report(
-    RESUMES,
-    "huggingface/datasets#7538 alibaba/TorchEasyRec#544",
-    "A stream dropped samples, or began anew, when a run went on.",
-    "A stream goes on after the last sample that was trained on.",
-    0.0,
-)
+@report(RESUMES, 0.0, "huggingface/datasets#7538 alibaba/TorchEasyRec#544")
+@wrong("A stream dropped samples, or began anew, when a run went on.")
+@here("A stream goes on after the last sample that was trained on.")
 def stream_that_goes_on():
     return stream_case(stops=(4,))
 
 
-@report(
-    RESUMES,
-    "huggingface/datasets#8308",
-    "The second resume of a stream began from its first sample.",
-    "A run may go on as often as it likes.",
-    0.0,
-)
+@report(RESUMES, 0.0, "huggingface/datasets#8308")
+@wrong("The second resume of a stream began from its first sample.")
+@here("A run may go on as often as it likes.")
 def stream_that_goes_on_twice():
     return stream_case(stops=(2, 4))

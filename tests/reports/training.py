@@ -12,62 +12,72 @@ from torch.optim import lr_scheduler
 import phalanx
 from phalanx.callbacks import EMA, EarlyStopping
 from tests.reports.hand import (
-    ADAMW, MOMENTUM, SGD, X, Y, batches, by_shares, entropy, evaluating, fixed, line, made, net, normed, plain, recipe,
+    ADAMW,
+    MOMENTUM,
+    SGD,
+    X,
+    Y,
+    batches,
+    by_shares,
+    entropy,
+    evaluating,
+    fixed,
+    line,
+    made,
+    net,
+    normed,
+    plain,
+    recipe,
     told,
-)  # fmt: skip
+)
 from tests.reports.report import (
-    BUFFERS, CODE, METRICS, RESUMES, ROUNDING, RULES, Case, noting, outcome, report,
-)  # fmt: skip
+    BUFFERS,
+    CODE,
+    METRICS,
+    RESUMES,
+    ROUNDING,
+    RULES,
+    Case,
+    here,
+    noting,
+    outcome,
+    report,
+    wrong,
+)
 
 HALVED = functools.partial(lr_scheduler.StepLR, step_size=2, gamma=0.5)
 HELD = made(13, 4, seed=7), made(13, 4, seed=8).argmax(1) % 3  # no number of workers divides 13
 RATES = noting(lambda told: told.lr)
 
 
-@report(
-    RULES,
-    "huggingface/accelerate#2926 ContextualAI/HALOs#33 jzhang38/EasyContext#21",
-    "The schedule took a step for each process, so the rate fell too fast.",
-    "The schedule takes one step for each step of the optimizer.",
-    0.0,
-)
+@report(RULES, 0.0, "huggingface/accelerate#2926 ContextualAI/HALOs#33 jzhang38/EasyContext#21")
+@wrong("The schedule took a step for each process, so the rate fell too fast.")
+@here("The schedule takes one step for each step of the optimizer.")
 def schedule_steps_once():
     return Case(recipe(scheduler=HALVED), [0.125, 0.125, 0.0625, 0.0625, 0.03125, 0.03125], **RATES)
 
 
-@report(
-    RULES,
-    "huggingface/transformers#24088 huggingface/accelerate#843",
-    "A schedule of a known length was over before the training was, or went beyond its end.",
-    "A schedule over all steps is at its end in the last one.",
-    0.0,
-)
+@report(RULES, 0.0, "huggingface/transformers#24088 huggingface/accelerate#843")
+@wrong("A schedule of a known length was over before the training was, or went beyond its end.")
+@here("A schedule over all steps is at its end in the last one.")
 def schedule_of_a_known_length():
     one_cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=6)
     right = plain(net(), entropy, batches(X, Y), scheduler=one_cycle)["rates"]
     return Case(recipe(scheduler=one_cycle), right, **RATES)
 
 
-@report(
-    RULES,
-    "huggingface/accelerate#3797",
-    "ReduceLROnPlateau counted each evaluation once for each process.",
-    "It is told one loss a step, and its patience counts steps.",
-    0.0,
-)
+@report(RULES, 0.0, "huggingface/accelerate#3797")
+@wrong("ReduceLROnPlateau counted each evaluation once for each process.")
+@here("It is told one loss a step, and its patience counts steps.")
 def plateau_counts_once():
     plateau = functools.partial(lr_scheduler.ReduceLROnPlateau, patience=1, factor=0.5)
     made_anew = recipe(loss_fn=lambda output, target: output.mean() * 0 + 1, scheduler=plateau)
     return Case(made_anew, [0.125, 0.125, 0.125, 0.0625, 0.0625, 0.03125], **RATES)
 
 
-@report(
-    RULES,
-    "rmchurch/disruptcnn#3",
-    "ReduceLROnPlateau saw the loss of one rank, and did not lower the rate.",
-    "It sees the loss of the whole batch.",
-    0.0,
-)
+@report(RULES, 0.0, "rmchurch/disruptcnn#3")
+@wrong("ReduceLROnPlateau saw the loss of one rank, and did not lower the rate.")
+@here("It sees the loss of the whole batch.")
 def plateau_of_the_whole_batch():
     plateau = functools.partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5)
     x = X * torch.tensor([1.0, 1, 1, 1, 1, 1, 5, 9]).double().repeat(3)[:, None]  # one share is unlike the others
@@ -76,25 +86,17 @@ def plateau_of_the_whole_batch():
     return Case(recipe(data=(x, Y), scheduler=plateau), facts["rates"], **RATES)
 
 
-@report(
-    RULES,
-    "huggingface/accelerate#999",
-    "With accumulation the schedule took a step for each part.",
-    "Parts of a step do not count as steps.",
-    0.0,
-)
+@report(RULES, 0.0, "huggingface/accelerate#999")
+@wrong("With accumulation the schedule took a step for each part.")
+@here("Parts of a step do not count as steps.")
 def schedule_and_accumulation():
     right = [0.125, 0.125, 0.0625, 0.0625, 0.03125, 0.03125]
     return Case(recipe(scheduler=HALVED, micro_batches=2), right, **RATES)
 
 
-@report(
-    RESUMES,
-    "ultralytics/yolov5#292 XPixelGroup/BasicSR#327 IntelLabs/distiller#145",
-    "After a resume the learning rate began anew.",
-    "The schedule goes on where it was.",
-    ROUNDING,
-)
+@report(RESUMES, ROUNDING, "ultralytics/yolov5#292 XPixelGroup/BasicSR#327 IntelLabs/distiller#145")
+@wrong("After a resume the learning rate began anew.")
+@here("The schedule goes on where it was.")
 def schedule_after_a_resume():
     def shape(step):
         return (1 + math.cos(math.pi * step / 6)) / 2
@@ -103,35 +105,23 @@ def schedule_after_a_resume():
     return Case(made_anew, [0.125 * shape(step) for step in range(6)], **RATES)
 
 
-@report(
-    RESUMES,
-    "LibreYOLO/libreyolo#277 qfgaohao/pytorch-ssd#163",
-    "After a resume the optimizer had forgotten its momentum.",
-    "The optimizer's state is in every snapshot.",
-    ROUNDING,
-)
+@report(RESUMES, ROUNDING, "LibreYOLO/libreyolo#277 qfgaohao/pytorch-ssd#163")
+@wrong("After a resume the optimizer had forgotten its momentum.")
+@here("The optimizer's state is in every snapshot.")
 def momentum_after_a_resume():
     return Case(recipe(optimizer=MOMENTUM), told(plain(net(), entropy, batches(X, Y), MOMENTUM)), stops=(2, 4))
 
 
-@report(
-    RESUMES,
-    "deepspeedai/DeepSpeed#2898 deepspeedai/DeepSpeed#6441 deepspeedai/Megatron-DeepSpeed#439",
-    "A checkpoint could be loaded by as many processes as had written it, and by no others.",
-    "A snapshot knows no workers. Any number of them goes on with it.",
-    ROUNDING,
-)
+@report(RESUMES, ROUNDING, "deepspeedai/DeepSpeed#2898 deepspeedai/DeepSpeed#6441 deepspeedai/Megatron-DeepSpeed#439")
+@wrong("A checkpoint could be loaded by as many processes as had written it, and by no others.")
+@here("A snapshot knows no workers. Any number of them goes on with it.")
 def other_number_of_workers():
     return Case(recipe(optimizer=ADAMW), told(plain(net(), entropy, batches(X, Y), ADAMW)))
 
 
-@report(
-    RESUMES,
-    "horovod/horovod#3264 pytorch/elastic#97",
-    "When a worker failed, all failed, or went on from the last checkpoint.",
-    "Another worker takes its place within the step. Each step is seen once.",
-    0.0,
-)
+@report(RESUMES, 0.0, "horovod/horovod#3264 pytorch/elastic#97")
+@wrong("When a worker failed, all failed, or went on from the last checkpoint.")
+@here("Another worker takes its place within the step. Each step is seen once.")
 def steps_after_a_death():
     return Case(recipe(), [0, 1, 2, 3, 4, 5], **noting(lambda told: told.step))
 
@@ -154,13 +144,9 @@ def averaging(decay=0.5):
     return facts, average
 
 
-@report(
-    RESUMES,
-    "m2lines/Samudra#282 m2lines/Samudra#313",
-    "The average of the weights began anew after a resume.",
-    "The average is in every snapshot, beside the weights.",
-    ROUNDING,
-)
+@report(RESUMES, ROUNDING, "m2lines/Samudra#282 m2lines/Samudra#313")
+@wrong("The average of the weights began anew after a resume.")
+@here("The average is in every snapshot, beside the weights.")
 def average_after_a_resume():
     return Case(
         recipe(),
@@ -176,11 +162,11 @@ def accuracy(output, target):
 
 @report(
     RULES,
-    "harubaru/waifu-diffusion#31 PKU-YuanGroup/Open-Sora-Plan#186 atomistic-machine-learning/schnetpack#785",
-    "Training went on with the averaged weights once they had been saved or evaluated.",
-    "Evaluations use the average, and training the weights. Neither sees the other's.",
     ROUNDING,
+    "harubaru/waifu-diffusion#31 PKU-YuanGroup/Open-Sora-Plan#186",
 )
+@wrong("Training went on with the averaged weights once they had been saved or evaluated.")
+@here("Evaluations use the average, and training the weights. Neither sees the other's.")
 def average_and_training():
     facts, average = averaging()
     model = net()
@@ -202,39 +188,27 @@ def buffers(result, options):
     return {name: each.detach() for name, each in result.model.named_buffers()}
 
 
-@report(
-    BUFFERS,
-    "pytorch/pytorch#13711 pytorch/pytorch#1051 huggingface/pytorch-image-models#110",
-    "Each device had running statistics of its own, and only those of the first were kept.",
-    "Running statistics are averaged over replicas after each step. Counts are counted once.",
-    ROUNDING,
-)
+@report(BUFFERS, ROUNDING, "pytorch/pytorch#13711 pytorch/pytorch#1051 huggingface/pytorch-image-models#110")
+@wrong("Each device had running statistics of its own, and only those of the first were kept.")
+@here("Running statistics are averaged over replicas after each step. Counts are counted once.")
 def running_statistics():
     model = normed()
     by_shares(model, entropy, batches(X, Y))
     return Case(recipe(normed), dict(model.named_buffers()), buffers)
 
 
-@report(
-    BUFFERS,
-    "facebookresearch/fvcore#152 facebookresearch/detectron2#5409",
-    "Ranks with unlike batches came to other statistics.",
-    "Statistics of shares are weighted by their samples.",
-    ROUNDING,
-)
+@report(BUFFERS, ROUNDING, "facebookresearch/fvcore#152 facebookresearch/detectron2#5409")
+@wrong("Ranks with unlike batches came to other statistics.")
+@here("Statistics of shares are weighted by their samples.")
 def statistics_of_unlike_shares():
     model = normed()
     by_shares(model, entropy, batches(X, Y, size=6))
     return Case(recipe(normed, batch_size=6), dict(model.named_buffers()), buffers)
 
 
-@report(
-    BUFFERS,
-    "open-mmlab/mmdetection#4582 open-mmlab/mmaction2#675",
-    "What an evaluation showed was not what the saved model came to.",
-    "An evaluation is of the very weights and buffers that are kept.",
-    ROUNDING,
-)
+@report(BUFFERS, ROUNDING, "open-mmlab/mmdetection#4582 open-mmlab/mmaction2#675")
+@wrong("What an evaluation showed was not what the saved model came to.")
+@here("An evaluation is of the very weights and buffers that are kept.")
 def evaluation_and_saved_model():
     model = normed()
     by_shares(model, entropy, batches(X, Y))
@@ -262,13 +236,9 @@ class Counting(nn.Module):
         return self.layer(x) / self.calls
 
 
-@report(
-    BUFFERS,
-    "pytorch/pytorch#2864",
-    "A counter in the model was counted up in copies, and lost with them.",
-    "A buffer that all replicas count up counts steps. A plain attribute is refused.",
-    0.0,
-)
+@report(BUFFERS, 0.0, "pytorch/pytorch#2864")
+@wrong("A counter in the model was counted up in copies, and lost with them.")
+@here("A buffer that all replicas count up counts steps. A plain attribute is refused.")
 def counter_in_a_model():
     return Case(recipe(lambda: fixed(Counting())), 6, lambda result, options: int(result.model.calls))
 
@@ -289,26 +259,18 @@ def trained(data=HELD):
         return model(data[0]), data[1]
 
 
-@report(
-    METRICS,
-    "pytorch/pytorch#25162 mosaicml/composer#2218",
-    "Accuracy counted samples that were repeated to fill up batches.",
-    "Each held-out sample counts once.",
-    ROUNDING,
-)
+@report(METRICS, ROUNDING, "pytorch/pytorch#25162 mosaicml/composer#2218")
+@wrong("Accuracy counted samples that were repeated to fill up batches.")
+@here("Each held-out sample counts once.")
 def accuracy_of_odd_data():
     output, target = trained()
     right = sum(int(row.argmax()) == int(label) for row, label in zip(output, target, strict=True)) / 13
     return Case(recipe(), right, **evaluated(accuracy, HELD, batch_size=2))
 
 
-@report(
-    METRICS,
-    "roboflow/rf-detr#1507",
-    "A metric over the whole set was given some images twice.",
-    "`phalanx.whole` gets all outputs, in order, one for each sample.",
-    0.0,
-)
+@report(METRICS, 0.0, "roboflow/rf-detr#1507")
+@wrong("A metric over the whole set was given some images twice.")
+@here("`phalanx.whole` gets all outputs, in order, one for each sample.")
 def number_of_evaluated_samples():
     data = made(21, 4), torch.arange(21)
 
@@ -318,13 +280,9 @@ def number_of_evaluated_samples():
     return Case(recipe(), 21.0, **evaluated(phalanx.whole(whole), data, batch_size=4))
 
 
-@report(
-    METRICS,
-    "RUCAIBox/RecBole#1872",
-    "Means of parts were weighted by wrong numbers of samples.",
-    "Parts of an evaluation are weighted by their samples.",
-    ROUNDING,
-)
+@report(METRICS, ROUNDING, "RUCAIBox/RecBole#1872")
+@wrong("Means of parts were weighted by wrong numbers of samples.")
+@here("Parts of an evaluation are weighted by their samples.")
 def mean_of_unlike_parts():
     def confidence(output, target):
         return output.softmax(-1).amax(-1).mean()
@@ -333,13 +291,9 @@ def mean_of_unlike_parts():
     return Case(recipe(), right, **evaluated(confidence, HELD, batch_size=5))
 
 
-@report(
-    METRICS,
-    "Lightning-AI/pytorch-lightning#4783 Lightning-AI/torchmetrics#1297 facebookresearch/dlrm#324",
-    "An area under the curve was the sum, or the mean, of those of the ranks.",
-    "A metric that is no mean over samples is computed once, from all outputs.",
-    ROUNDING,
-)
+@report(METRICS, ROUNDING, "Lightning-AI/pytorch-lightning#4783 facebookresearch/dlrm#324")
+@wrong("An area under the curve was the sum, or the mean, of those of the ranks.")
+@here("A metric that is no mean over samples is computed once, from all outputs.")
 def area_under_the_curve():
     def area(output, target):
         high, low = output[target == 1, 1], output[target != 1, 1]
@@ -352,13 +306,9 @@ def area_under_the_curve():
     return Case(recipe(), right, **evaluated(phalanx.whole(area), HELD, batch_size=4))
 
 
-@report(
-    METRICS,
-    "Lightning-AI/pytorch-lightning#379 ultralytics/yolov5#8345 webdataset/webdataset#446",
-    "One process stopped early, and the others waited for it.",
-    "`EarlyStopping` decides once. All workers end after the same step.",
-    0.0,
-)
+@report(METRICS, 0.0, "Lightning-AI/pytorch-lightning#379 ultralytics/yolov5#8345 webdataset/webdataset#446")
+@wrong("One process stopped early, and the others waited for it.")
+@here("`EarlyStopping` decides once. All workers end after the same step.")
 def early_stop():
     def flat(output, target):
         return 0.5
@@ -370,13 +320,9 @@ def early_stop():
     return Case(recipe(steps=30), 9, lambda result, options: result.steps, options, stops=(4,))
 
 
-@report(
-    CODE,
-    "KevinMusgrave/pytorch-metric-learning#5 zjunlp/Relphormer#9 k2-fsa/icefall#284",
-    "Lambdas and functions within functions could not be sent to processes.",
-    "They travel by value: model, loss, optimizer and schedule may be lambdas and local classes.",
-    ROUNDING,
-)
+@report(CODE, ROUNDING, "KevinMusgrave/pytorch-metric-learning#5 zjunlp/Relphormer#9 k2-fsa/icefall#284")
+@wrong("Lambdas and functions within functions could not be sent to processes.")
+@here("They travel by value: model, loss, optimizer and schedule may be lambdas and local classes.")
 def lambdas():
     class Local(nn.Linear):
         def forward(self, x):
@@ -402,13 +348,9 @@ def cell_loss(output, target):
 """
 
 
-@report(
-    CODE,
-    "Lightning-AI/pytorch-lightning#16136 huggingface/accelerate#940",
-    "In notebooks workers could not find functions of cells, or were forks of a process that used the GPU.",
-    "Functions of `__main__` travel by value. Workers are never forks of your process.",
-    ROUNDING,
-)
+@report(CODE, ROUNDING, "Lightning-AI/pytorch-lightning#16136 huggingface/accelerate#940")
+@wrong("In notebooks workers could not find functions of cells, or were forks of a process that used the GPU.")
+@here("Functions of `__main__` travel by value. Workers are never forks of your process.")
 def functions_of_a_notebook():
     main = sys.modules["__main__"].__dict__
     exec(CELL, main)
