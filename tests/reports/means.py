@@ -70,10 +70,10 @@ def shares_of_unlike_sizes():
     return Case(recipe(batch_size=7), told(plain(net(), entropy, batches(X, Y, size=7))))
 
 
-@report(NUMBERS, ROUNDING, "spellml/deeplab-voc-2012#3 NVIDIA/apex#696")
-@wrong("People did not know whether a rate has to be multiplied by the number of processes.")
-@here("A rate belongs to the whole batch. Neither R nor workers scale it.")
-def rates_and_numbers_of_processes():
+@report(NUMBERS, ROUNDING, "ultralytics/ultralytics#18616 neuralmagic/sparseml#135 NVIDIA/apex#696")
+@wrong("Losses or rates were multiplied by the number of processes, to make good a mean that was right before.")
+@here("Loss, gradient and rate are those of the whole batch. Neither R nor workers scale them.")
+def scales_by_numbers_of_processes():
     weight, bias, losses = torch.linspace(-0.5, 0.75, 4).double(), torch.full((1,), -0.5).double(), []
     for x, y in batches(X, TARGET):
         error = x @ weight + bias - y[:, 0]
@@ -81,14 +81,6 @@ def rates_and_numbers_of_processes():
         weight, bias = weight - 0.125 * 2 / 8 * (x.T @ error), bias - 0.125 * 2 / 8 * error.sum()
     right = {"losses": losses, "weights": {"weight": weight[None], "bias": bias}}
     return Case(recipe(line, (X, TARGET), F.mse_loss, replicas=3), right)
-
-
-@report(MEANS, ROUNDING, "ultralytics/ultralytics#18616 neuralmagic/sparseml#135")
-@wrong("A loss was multiplied by the number of processes, to make good a mean that was right before.")
-@here("A mean over samples stays one. The shown loss is that of the whole batch.")
-def loss_times_world_size():
-    right = plain(line(), lambda model, x, y: F.mse_loss(model(x), y), batches(X, TARGET))
-    return Case(recipe(line, (X, TARGET), F.mse_loss), told(right))
 
 
 @report(MEANS, ROUNDING, "pytorch/pytorch#33148 microsoft/PyMarlin#80 Lightning-AI/pytorch-lightning#20404")

@@ -188,14 +188,14 @@ def in_workers(count):
     return {"engine": "processes", "workers": count}
 
 
-def bereft(case, options):
-    """A run that loses a worker by SIGKILL in its middle."""
+def bereft(case, options, how=signal.SIGKILL):
+    """A run that loses a worker in its middle."""
     with case.recipe.start(**in_workers(3), **options) as run:
         for told in run:
             if told.step == case.stops[0] - 1:
-                os.kill(run.worker_pids[1], signal.SIGKILL)
+                os.kill(run.worker_pids[1], how)
         result = run.result()
-    assert any(each.kind == "death" for each in result.incidents)
+    assert any(each.kind == "death" for each in result.incidents), "nobody died"
     return result
 
 

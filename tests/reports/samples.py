@@ -101,7 +101,7 @@ def stream_with_several_readers():
 
 
 @report(SAMPLES, ROUNDING, "huggingface/transformers#3944")
-@wrong("Predictions of several processes were not in the order of the inputs, and had some twice.")
+@wrong("With a part for each process, predictions would come in another order, and some of them twice.")
 @here("Predictions are in the order of the inputs, one for each.")
 def order_of_predictions():
     model = net()
