@@ -26,21 +26,21 @@ from tests.reports.hand import (
     recipe,
     told,
 )
-from tests.reports.report import MEANS, NUMBERS, ROUNDING, Case, here, noting, outcome, report, wrong
+from tests.reports.report import ROUNDING, Case, here, noting, outcome, report, wrong
 
 LABELS = torch.where(made(24, 5, seed=3) > 0.3, made(24, 5, seed=4).abs().long() % 3, -100)  # many are not counted
 LABELS[2:4] = -100  # nothing counts in the second share
 TOKENS = made(24, 5, 4, seed=5)
 
 
-@report(NUMBERS, ROUNDING, "Lightning-AI/pytorch-lightning#6789 huggingface/transformers#10385")
+@report("Workers", ROUNDING, "Lightning-AI/pytorch-lightning#6789 huggingface/transformers#10385")
 @wrong("Two devices with half the batch each came to worse results than one with the whole batch.")
 @here("The whole batch is cut into shares. Losses and weights are those of one device.")
 def same_batch_on_more_devices():
     return Case(recipe(optimizer=MOMENTUM), told(plain(net(), entropy, batches(X, Y), MOMENTUM)))
 
 
-@report(NUMBERS, 0.0, "pytorch/pytorch#30509 NVIDIA/nccl#446 pytorch/pytorch#187276")
+@report("Workers", 0.0, "pytorch/pytorch#30509 NVIDIA/nccl#446 pytorch/pytorch#187276")
 @wrong("The bits of gradients changed with the size of buckets, or with the library that adds.")
 @here("Gradients are added in an order that R alone decides.")
 def order_of_additions():
@@ -63,14 +63,14 @@ def order_of_additions():
     )
 
 
-@report(NUMBERS, ROUNDING, "meta-pytorch/torchrec#747 pytorch/pytorch#37359")
+@report("Workers", ROUNDING, "meta-pytorch/torchrec#747 pytorch/pytorch#37359")
 @wrong("Ranks had to have batches of one size, or the mean was of something else.")
 @here("Shares may differ by a sample. They are weighted by their sizes.")
 def shares_of_unlike_sizes():
     return Case(recipe(batch_size=7), told(plain(net(), entropy, batches(X, Y, size=7))))
 
 
-@report(NUMBERS, ROUNDING, "ultralytics/ultralytics#18616 neuralmagic/sparseml#135 NVIDIA/apex#696")
+@report("Workers", ROUNDING, "ultralytics/ultralytics#18616 neuralmagic/sparseml#135 NVIDIA/apex#696")
 @wrong("Losses or rates were multiplied by the number of processes, to make good a mean that was right before.")
 @here("Loss, gradient and rate are those of the whole batch. Neither R nor workers scale them.")
 def scales_by_numbers_of_processes():
@@ -83,7 +83,7 @@ def scales_by_numbers_of_processes():
     return Case(recipe(line, (X, TARGET), F.mse_loss, replicas=3), right)
 
 
-@report(MEANS, ROUNDING, "pytorch/pytorch#33148 microsoft/PyMarlin#80 Lightning-AI/pytorch-lightning#20404")
+@report("Gradients", ROUNDING, "pytorch/pytorch#33148 microsoft/PyMarlin#80 Lightning-AI/pytorch-lightning#20404")
 @wrong("Ranks with a batch more than others waited for ever.")
 @here("The last batch may have fewer samples than there are replicas. The others sit that step out.")
 def last_batch_of_one_sample():
@@ -101,28 +101,28 @@ def tokens_case(**changes):
     return Case(recipe(net, (TOKENS, LABELS), weighted, **changes), told(right))
 
 
-@report(MEANS, ROUNDING, "huggingface/transformers#34242 huggingface/transformers#40799")
+@report("Gradients", ROUNDING, "huggingface/transformers#34242 huggingface/transformers#40799")
 @wrong("The mean over tokens was taken on each device, and the mean of these means was trained on.")
 @here("With `phalanx.weighted` it is the mean over all tokens of the batch.")
 def mean_over_tokens():
     return tokens_case(replicas=3)
 
 
-@report(MEANS, ROUNDING, "ml-explore/mlx-lm#1413 allenai/open-instruct#1736 verl-project/verl#5625")
+@report("Gradients", ROUNDING, "ml-explore/mlx-lm#1413 allenai/open-instruct#1736 verl-project/verl#5625")
 @wrong("Gradient accumulation averaged the means of micro-batches, so short samples weighed too much.")
 @here("Parts of a share are weighted by their tokens, too.")
 def micro_batches_of_unlike_length():
     return tokens_case(micro_batches=2)
 
 
-@report(MEANS, ROUNDING, "NVIDIA-NeMo/Automodel#2468")
+@report("Gradients", ROUNDING, "NVIDIA-NeMo/Automodel#2468")
 @wrong("A rank whose samples had nothing to train on skipped its backward pass, and the others hung.")
 @here("A share of weight 0 is left out of the mean.")
 def share_in_which_nothing_counts():
     return tokens_case()
 
 
-@report(MEANS, ROUNDING, "huggingface/transformers#1563 huggingface/diffusers#721")
+@report("Gradients", ROUNDING, "huggingface/transformers#1563 huggingface/diffusers#721")
 @wrong("Gradients were clipped after each part, and not once before the update.")
 @here("`max_norm` clips the mean gradient of the batch, once.")
 def clipping_each_part():
@@ -130,7 +130,7 @@ def clipping_each_part():
     return Case(recipe(max_norm=0.1, micro_batches=2), told(right))
 
 
-@report(MEANS, ROUNDING, "modelscope/twinkle#290 PaddlePaddle/Paddle#35893")
+@report("Gradients", ROUNDING, "modelscope/twinkle#290 PaddlePaddle/Paddle#35893")
 @wrong("The norm was added up over ranks that all had it, or was that of one rank's part.")
 @here("The norm is that of the whole mean gradient, wherever its parts lie.")
 def norm_of_the_whole():
@@ -138,7 +138,7 @@ def norm_of_the_whole():
     return Case(recipe(max_norm=0.1), right, **noting(lambda told: told.grad_norm))
 
 
-@report(MEANS, ROUNDING, "modelscope/FunASR#3472 karpathy/build-nanogpt#30")
+@report("Gradients", ROUNDING, "modelscope/FunASR#3472 karpathy/build-nanogpt#30")
 @wrong("`no_sync` was around the wrong passes, so that only some micro-batches counted.")
 @here("Accumulation is the same sum as that over replicas. There is nothing to switch.")
 def accumulation_of_all_parts():
@@ -161,7 +161,7 @@ class Spare(nn.Module):
         return out
 
 
-@report(MEANS, 0.0, "pytorch/pytorch#43259 Megvii-BaseDetection/YOLOX#885")
+@report("Gradients", 0.0, "pytorch/pytorch#43259 Megvii-BaseDetection/YOLOX#885")
 @wrong("A parameter that no sample used ended the run with an error.")
 @here("Its gradient is None, as on one device. Weight decay does not touch it, and it keeps its bits.")
 def parameter_that_is_never_used():
@@ -173,7 +173,7 @@ def parameter_that_is_never_used():
     )
 
 
-@report(MEANS, ROUNDING, "open-mmlab/mmdetection#4742 open-mmlab/mmdetection3d#488")
+@report("Gradients", ROUNDING, "open-mmlab/mmdetection#4742 open-mmlab/mmdetection3d#488")
 @wrong("Ranks took other branches, and used other parameters.")
 @here("A replica that did not use a parameter adds nothing. No flag is needed.")
 def branches_by_sample():
@@ -195,7 +195,7 @@ class Tied(nn.Module):
         return self.head(self.embedding(x).tanh())
 
 
-@report(MEANS, ROUNDING, "Lightning-AI/pytorch-lightning#9525 huggingface/accelerate#1000")
+@report("Gradients", ROUNDING, "Lightning-AI/pytorch-lightning#9525 huggingface/accelerate#1000")
 @wrong("Tied weights came apart when the model was moved or dealt out.")
 @here("Tied weights stay one tensor, with one gradient and one update.")
 def tied_weights():
@@ -210,7 +210,7 @@ def tied_weights():
     )
 
 
-@report(MEANS, ROUNDING, "NVIDIA/apex#46 facebookresearch/fairscale#614")
+@report("Gradients", ROUNDING, "NVIDIA/apex#46 facebookresearch/fairscale#614")
 @wrong("Layers could not be frozen or thawed once the model was wrapped.")
 @here("`run.freeze`, `run.thaw` and `Thaw` act at a step boundary, in every process.")
 def layers_that_thaw():
@@ -223,7 +223,7 @@ def layers_that_thaw():
     return Case(recipe(optimizer=MOMENTUM), right, options=lambda: {"callbacks": [Thaw("0.*", epoch=1)]})
 
 
-@report(MEANS, ROUNDING, "facebookresearch/vissl#474 huggingface/transformers#22252")
+@report("Gradients", ROUNDING, "facebookresearch/vissl#474 huggingface/transformers#22252")
 @wrong("A contrastive loss compared the samples of one device only.")
 @here('With `loss_over="batch"` the loss sees the outputs of the whole batch.')
 def contrastive_loss():
@@ -234,7 +234,7 @@ def contrastive_loss():
     return Case(recipe(loss_fn=pairs, loss_over="batch"), told(right))
 
 
-@report(MEANS, ROUNDING, "ecmwf/WeatherGenerator#2718")
+@report("Gradients", ROUNDING, "ecmwf/WeatherGenerator#2718")
 @wrong("A loss that was NaN on another rank than the first was not skipped.")
 @here('With `on_nonfinite="skip"` a loss that is not finite on any replica leaves the weights as they were.')
 def not_a_number_on_one_rank():
@@ -256,7 +256,7 @@ class Two(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
 
 
-@report(MEANS, ROUNDING, "Lightning-AI/pytorch-lightning#7233 open-mmlab/mmgeneration#286")
+@report("Gradients", ROUNDING, "Lightning-AI/pytorch-lightning#7233 open-mmlab/mmgeneration#286")
 @wrong("Models with two optimizers, as GANs, trained worse on two devices, or failed.")
 @here("Each phase is a gradient of the whole batch and an update, in order.")
 def two_optimizers():
@@ -283,7 +283,7 @@ def two_optimizers():
     return Case(made_anew, outcome(model, losses))
 
 
-@report(MEANS, ROUNDING, "pytorch/pytorch#175024 pytorch/pytorch#22095")
+@report("Gradients", ROUNDING, "pytorch/pytorch#175024 pytorch/pytorch#22095")
 @wrong("Two forward passes before one backward pass failed, as buffers were written in between.")
 @here("Buffers are settled after the step. A forward pass may be called as often as one likes.")
 def two_forward_passes():

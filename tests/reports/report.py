@@ -15,18 +15,10 @@ import phalanx
 from tests.seen import checksum
 from tests.state.runs import killed
 
-NUMBERS = "Numbers of workers"
-MEANS = "Means and gradients"
-SAMPLES = "Samples and their order"
-RANDOM = "Random numbers"
-RULES = "Schedules and optimizers"
-BUFFERS = "Buffers"
-METRICS = "Evaluations"
-RESUMES = "Resuming"
-CODE = "Code that has to travel"
-ERRORS = "Errors and refusals"
-ENDS = "Processes and what they leave"
-THEMES = (NUMBERS, MEANS, SAMPLES, RANDOM, RULES, BUFFERS, METRICS, RESUMES, CODE, ERRORS, ENDS)
+THEMES = (
+    "Workers", "Gradients", "Samples", "Random numbers", "Schedules", "Buffers", "Evaluations", "Resuming", "Code",
+    "Errors", "Ends",
+)  # fmt: skip
 REPORTS = []
 ROUNDING = 1e-12  # of float64, where a sum is added in another order: any other mistake is larger by far
 

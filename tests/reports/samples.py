@@ -8,7 +8,7 @@ from torch import nn
 
 import phalanx
 from tests.reports.hand import X, Y, batches, entropy, epochs, net, plain, recipe, sightings, times
-from tests.reports.report import RANDOM, RESUMES, ROUNDING, SAMPLES, Case, here, report, wrong
+from tests.reports.report import ROUNDING, Case, here, report, wrong
 
 ONCE = [1] * 24
 
@@ -18,7 +18,7 @@ def counted(sizes, per_epoch):
     return lambda result, options: epochs(times(result.model, sizes), per_epoch)
 
 
-@report(SAMPLES, 0.0, "pytorch/pytorch#31771 lucidrains/DALLE-pytorch#230 kan-bayashi/ParallelWaveGAN#177")
+@report("Samples", 0.0, "pytorch/pytorch#31771 lucidrains/DALLE-pytorch#230 kan-bayashi/ParallelWaveGAN#177")
 @wrong("Without a call of `set_epoch` every epoch had the same order.")
 @here("Each epoch has an order of its own, which follows from (seed, epoch).")
 def same_order_every_epoch():
@@ -30,14 +30,14 @@ def same_order_every_epoch():
     return Case(sightings(24, 9, shuffle=True), [True, [ONCE] * 3], orders)
 
 
-@report(SAMPLES, 0.0, "pytorch/pytorch#22584")
+@report("Samples", 0.0, "pytorch/pytorch#22584")
 @wrong("Samples were repeated, so that each rank had equally many.")
 @here("Each sample comes once in an epoch. Nothing wraps, nothing is padded.")
 def no_sample_twice():
     return Case(sightings(10, 9, batch_size=4, shuffle=True), [[1] * 10] * 3, counted([4, 4, 2] * 3, 3))
 
 
-@report(SAMPLES, 0.0, "Lightning-AI/pytorch-lightning#3716")
+@report("Samples", 0.0, "Lightning-AI/pytorch-lightning#3716")
 @wrong("Each of four processes did all steps of an epoch.")
 @here("An epoch has as many steps as it has batches, for any number of workers.")
 def steps_of_an_epoch():
@@ -46,7 +46,7 @@ def steps_of_an_epoch():
     )
 
 
-@report(SAMPLES, 0.0, "allenai/rslearn#182 pytorch/ignite#1080")
+@report("Samples", 0.0, "allenai/rslearn#182 pytorch/ignite#1080")
 @wrong("A sampler of one's own was replaced without a word.")
 @here("`batch_sampler` says every batch of an epoch, and is followed.")
 def sampler_of_ones_own():
@@ -56,7 +56,7 @@ def sampler_of_ones_own():
     return Case(made, right, lambda result, options: times(result.model, [4, 4, 1] * 2))
 
 
-@report(SAMPLES, 0.0, "pytorch/pytorch#77154 Lightning-AI/pytorch-lightning#12866 fastai/fastai#2637")
+@report("Samples", 0.0, "pytorch/pytorch#77154 Lightning-AI/pytorch-lightning#12866 fastai/fastai#2637")
 @wrong("Weighted sampling did not work over several processes, or was left out.")
 @here("`weights=` draws as many samples as there are. One of weight 0 never comes.")
 def weighted_samples():
@@ -83,14 +83,14 @@ def stream_case(**changes):
     )  # fmt: skip
 
 
-@report(SAMPLES, 0.0, "huggingface/datasets#5360 Lightning-AI/pytorch-lightning#15734")
+@report("Samples", 0.0, "huggingface/datasets#5360 Lightning-AI/pytorch-lightning#15734")
 @wrong("Each rank read the whole stream, so every sample came once for each rank.")
 @here("A stream is read once, whatever the number of workers.")
 def stream_on_each_rank():
     return stream_case()
 
 
-@report(SAMPLES, 0.0, "huggingface/datasets#3423")
+@report("Samples", 0.0, "huggingface/datasets#3423")
 @wrong("Each reading process of a stream yielded the same samples.")
 @here("With `shards=` each logical reader has its part, and each sample comes once.")
 def stream_with_several_readers():
@@ -100,7 +100,7 @@ def stream_with_several_readers():
     return Case(sightings(24, 6, phalanx.Stream(part, shards=4)), [ONCE] * 2, counted([8] * 6, 3))
 
 
-@report(SAMPLES, ROUNDING, "huggingface/transformers#3944")
+@report("Samples", ROUNDING, "huggingface/transformers#3944")
 @wrong("With a part for each process, predictions would come in another order, and some of them twice.")
 @here("Predictions are in the order of the inputs, one for each.")
 def order_of_predictions():
@@ -121,7 +121,7 @@ class Jittered(torch.utils.data.Dataset):
         return torch.tensor(index), torch.tensor(float(np.random.randint(1, 2**40)), dtype=torch.float64)
 
 
-@report(RANDOM, 0.0, "xingyizhou/CenterNet#233 open-mmlab/OpenPCDet#886 wolny/pytorch-3dunet#32")
+@report("Random numbers", 0.0, "xingyizhou/CenterNet#233 open-mmlab/OpenPCDet#886 wolny/pytorch-3dunet#32")
 @wrong("Reading processes drew the same numbers from numpy, and again in every epoch.")
 @here("All generators are seeded from (seed, epoch, sample) before a sample is read.")
 def augmentation_by_numpy():
@@ -160,14 +160,14 @@ def masks_case(rows):
     )
 
 
-@report(RANDOM, 0.0, "huggingface/transformers#31412 facebookresearch/fastMRI#123")
+@report("Random numbers", 0.0, "huggingface/transformers#31412 facebookresearch/fastMRI#123")
 @wrong("Every device had the same dropout mask.")
 @here("Dropout is keyed by (seed, step, replica): replicas have masks of their own.")
 def dropout_on_each_device():
     return masks_case(lambda rows: rows[0])
 
 
-@report(RANDOM, 0.0, "SebChw/Actually-Robust-Training#137")
+@report("Random numbers", 0.0, "SebChw/Actually-Robust-Training#137")
 @wrong("After a checkpoint was loaded the generators stood elsewhere, and results differed.")
 @here("Each step is seeded by its number, whether a run arrives there or begins there.")
 def dropout_after_a_resume():
@@ -179,7 +179,7 @@ def noisy(output, target):
     return float(torch.rand(3).sum() + np.random.rand())
 
 
-@report(RANDOM, ROUNDING, "Lightning-AI/pytorch-lightning#6988")
+@report("Random numbers", ROUNDING, "Lightning-AI/pytorch-lightning#6988")
 @wrong("A validation before training changed the order of the samples that were trained on.")
 @here("Evaluations change neither generators nor modes. Training is the same without them.")
 def evaluation_that_draws_numbers():
@@ -193,32 +193,28 @@ def evaluation_that_draws_numbers():
     )
 
 
-@report(
-    RESUMES,
-    0.0,
-    "huggingface/accelerate#4233 huggingface/accelerate#2016 NVIDIA-NeMo/Speech#10797",
-)
+@report("Resuming", 0.0, "huggingface/accelerate#4233 huggingface/accelerate#2016 NVIDIA-NeMo/Speech#10797")
 @wrong("A run that went on in the middle of an epoch had samples twice, or left some out.")
 @here("It goes on with the next batch. Each sample comes once in an epoch.")
 def resumed_in_mid_epoch():
     return Case(sightings(24, 9, shuffle=True), [ONCE] * 3, counted([8] * 9, 3), stops=(4,))
 
 
-@report(RESUMES, 0.0, "verl-project/verl#7401")
+@report("Resuming", 0.0, "verl-project/verl#7401")
 @wrong("A run that went on at the end of an epoch left out the next one.")
 @here("It begins the next epoch, with that epoch's order.")
 def resumed_between_epochs():
     return Case(sightings(24, 9, shuffle=True), [ONCE] * 3, counted([8] * 9, 3), stops=(3, 6))
 
 
-@report(RESUMES, 0.0, "huggingface/datasets#7538 alibaba/TorchEasyRec#544")
+@report("Resuming", 0.0, "huggingface/datasets#7538 alibaba/TorchEasyRec#544")
 @wrong("A stream dropped samples, or began anew, when a run went on.")
 @here("A stream goes on after the last sample that was trained on.")
 def stream_that_goes_on():
     return stream_case(stops=(4,))
 
 
-@report(RESUMES, 0.0, "huggingface/datasets#8308")
+@report("Resuming", 0.0, "huggingface/datasets#8308")
 @wrong("The second resume of a stream began from its first sample.")
 @here("A run may go on as often as it likes.")
 def stream_that_goes_on_twice():

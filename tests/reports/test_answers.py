@@ -63,6 +63,7 @@ class Forgetful(Noted):
         self.loaded = []
 
 
+@pytest.mark.long
 def test_what_a_resume_forgets_is_seen(tmp_path):
     """Negative twin: what no snapshot holds differs after a resume, and only there."""
     made = noting(lambda told: told.step)

@@ -13,8 +13,9 @@ import pytest
 
 import phalanx
 from tests.reports.hand import X, Y, batches, entropy, net, plain, recipe
-from tests.reports.report import ENDS, ROUNDING, differences, here, in_workers, report, wrong
+from tests.reports.report import ROUNDING, differences, here, in_workers, report, wrong
 
+pytestmark = pytest.mark.long
 SECONDS = 100  # on a busy machine
 LOSSES = plain(net(), entropy, batches(X, Y))["losses"]
 JOB = """
@@ -40,7 +41,7 @@ def test_a_process_that_lives_is_seen():
         left.kill()
 
 
-@report(ENDS, None, "ultralytics/ultralytics#8232 WatChMaL/WatChMaL#15")
+@report("Ends", None, "ultralytics/ultralytics#8232 WatChMaL/WatChMaL#15")
 @wrong("After an error, or Ctrl-C, processes of the run were left, and held memory.")
 @here("Workers end with the run, whatever it ends with.")
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -59,8 +60,7 @@ def test_an_error_leaves_no_process(error):
     assert gone(pids)
 
 
-@pytest.mark.long
-@report(ENDS, None, "pytorch/pytorch#5736 pytorch/pytorch#1223 GaTech-RL2/EgoVerse#682")
+@report("Ends", None, "pytorch/pytorch#5736 pytorch/pytorch#1223 GaTech-RL2/EgoVerse#682")
 @wrong("When the main process was killed, its workers lived on.")
 @here("The kernel ends workers when the process that started them is gone.")
 def test_the_main_process_is_killed():
@@ -73,7 +73,7 @@ def test_the_main_process_is_killed():
     assert gone(pids)
 
 
-@report(ENDS, None, "mosaicml/streaming#781 mosaicml/streaming#717 mosaicml/streaming#429")
+@report("Ends", None, "mosaicml/streaming#781 mosaicml/streaming#717 mosaicml/streaming#429")
 @wrong("Shared memory of a run that was killed stood in the way of the next run.")
 @here("Shared memory has no name. Nothing is left, and the next run starts.")
 def test_nothing_stands_in_the_way():
@@ -89,7 +89,7 @@ def test_nothing_stands_in_the_way():
     assert differences(recipe().train(**in_workers(2)).loss_history, LOSSES, ROUNDING) == []
 
 
-@report(ENDS, None, "k2-fsa/snowfall#152")
+@report("Ends", None, "k2-fsa/snowfall#152")
 @wrong("A second run on the same machine failed, as its port was in use.")
 @here("On one host no ports are opened. Any number of runs go side by side.")
 def test_two_runs_at_once():
@@ -105,8 +105,7 @@ def test_two_runs_at_once():
             assert differences(run.result().loss_history, LOSSES, ROUNDING) == []
 
 
-@pytest.mark.long
-@report(ENDS, None, "pytorch/pytorch#137268 pytorch/pytorch#22834")
+@report("Ends", None, "pytorch/pytorch#137268 pytorch/pytorch#22834")
 @wrong("A process stood still, and the others waited until a time-out of many minutes.")
 @here("A worker that is silent for longer than `deadline_seconds` is replaced within the step.")
 def test_a_worker_that_stands_still():
@@ -120,7 +119,7 @@ def test_a_worker_that_stands_still():
     assert differences(result.loss_history, LOSSES, ROUNDING) == []
 
 
-@report(ENDS, None, "instructlab/training#566 mosaicml/llm-foundry#733")
+@report("Ends", None, "instructlab/training#566 mosaicml/llm-foundry#733")
 @wrong("The first process saved for long, and the others ran into a time-out.")
 @here("Saving and other work between steps may take its time. Nobody waits with a time-out for it.")
 def test_a_callback_that_takes_long(tmp_path):

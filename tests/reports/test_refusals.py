@@ -11,20 +11,10 @@ from torch.nn import functional as F
 
 import phalanx
 from tests.reports.hand import X, Y, batches, entropy, fixed, net, plain, recipe
-from tests.reports.report import (
-    BUFFERS,
-    ERRORS,
-    RESUMES,
-    ROUNDING,
-    differences,
-    here,
-    in_workers,
-    not_yet,
-    report,
-    wrong,
-)
+from tests.reports.report import ROUNDING, differences, here, in_workers, not_yet, report, wrong
 from tests.state.runs import folder_of
 
+pytestmark = pytest.mark.long
 EACH = pytest.mark.parametrize("options", [{"engine": "inline"}, in_workers(2)], ids=["inline", "two workers"])
 LOSSES = plain(net(), entropy, batches(X, Y))["losses"]
 
@@ -66,8 +56,7 @@ class Rows(torch.utils.data.Dataset):
         return {**vars(self), "file": None} if self.left else vars(self)
 
 
-@pytest.mark.long
-@report(ERRORS, None, "Lightning-AI/pytorch-lightning#1005")
+@report("Errors", None, "Lightning-AI/pytorch-lightning#1005")
 @wrong("An open file somewhere in the program ended the start with a TypeError that did not say where.")
 @here("The error says which attribute holds it, and how to leave it out of what is sent.")
 def test_an_open_file():
@@ -100,7 +89,7 @@ class Broken(torch.utils.data.Dataset):
 
 
 @EACH
-@report(ERRORS, None, "Vision-CAIR/MiniGPT-4#237 yangjianxin1/Firefly#32 Facico/Chinese-Vicuna#113")
+@report("Errors", None, "Vision-CAIR/MiniGPT-4#237 yangjianxin1/Firefly#32 Facico/Chinese-Vicuna#113")
 @wrong("The error was `ChildFailedError`, with `error_file: <N/A>` and without the cause.")
 @here("The error is raised from your own exception, and names step, replica and sample.")
 def test_an_error_of_the_users_own(options):
@@ -112,7 +101,7 @@ def test_an_error_of_the_users_own(options):
 
 
 @EACH
-@report(ERRORS, None, "Project-MONAI/monai-physio#137")
+@report("Errors", None, "Project-MONAI/monai-physio#137")
 @wrong("A rank whose loss was not finite left the step, and the others waited.")
 @here("By default the run ends before the update. The error names step, replica and samples.")
 def test_a_loss_that_is_not_finite(options):
@@ -138,7 +127,7 @@ class Calls(nn.Module):
 
 
 @EACH
-@report(ERRORS, None, "pytorch/pytorch#2864 pytorch/pytorch#11476")
+@report("Errors", None, "pytorch/pytorch#2864 pytorch/pytorch#11476")
 @wrong("What forward kept in attributes was lost with the copies of the model, and nothing was said.")
 @here("State outside of buffers is found in the first step, and named. A function of the step works.")
 def test_state_of_ones_own(options):
@@ -151,7 +140,7 @@ def test_state_of_ones_own(options):
 
 
 @EACH
-@report(ERRORS, None, "pytorch/pytorch#80496 OpenNMT/OpenNMT-py#1015")
+@report("Errors", None, "pytorch/pytorch#80496 OpenNMT/OpenNMT-py#1015")
 @wrong("Sparse gradients failed with unused tables, and with several devices.")
 @here("They are refused by name. `sparse=False` trains the table.")
 def test_sparse_gradients(options):
@@ -165,7 +154,7 @@ def test_sparse_gradients(options):
     works(recipe(lambda: make(False), data), plain(make(False), entropy, batches(*data))["losses"])
 
 
-@report(ERRORS, None, "yoshitomo-matsubara/torchdistill#77")
+@report("Errors", None, "yoshitomo-matsubara/torchdistill#77")
 @wrong("A model without anything to train failed when it was wrapped.")
 @here("It is refused before the first step, with the reason.")
 def test_nothing_to_train():
@@ -175,7 +164,7 @@ def test_nothing_to_train():
 
 
 @EACH
-@report(RESUMES, None, "pytorch/examples#816 mapbox/robosat#169 huggingface/transformers#21271")
+@report("Resuming", None, "pytorch/examples#816 mapbox/robosat#169 huggingface/transformers#21271")
 @wrong("A resume took the old learning rate, or another batch size, and said nothing.")
 @here('A changed recipe is refused, and what differs is named. `resume="anyway"` goes on with the new one.')
 def test_a_changed_recipe(options, tmp_path):
@@ -189,7 +178,7 @@ def test_a_changed_recipe(options, tmp_path):
 
 
 @EACH
-@report(RESUMES, None, "Lightning-AI/pytorch-lightning#688 Lightning-AI/pytorch-lightning#21431")
+@report("Resuming", None, "Lightning-AI/pytorch-lightning#688 Lightning-AI/pytorch-lightning#21431")
 @wrong("A checkpoint was half written when the run was killed, and nothing could be resumed.")
 @here("A snapshot is whole or not there. A damaged one is named, and the one before is used.")
 def test_a_damaged_checkpoint(options, tmp_path):
@@ -205,7 +194,7 @@ def test_a_damaged_checkpoint(options, tmp_path):
     assert differences(result.loss_history, LOSSES, ROUNDING) == []
 
 
-@report(BUFFERS, None, "pytorch/pytorch#2584 open-mmlab/mmdetection#3621 google-research/simclr#114")
+@report("Buffers", None, "pytorch/pytorch#2584 open-mmlab/mmdetection#3621 google-research/simclr#114")
 @wrong("BatchNorm took its statistics from the few samples of one device, and results were worse than on one device.")
 @here("SyncBatchNorm is taken as BatchNorm: statistics are those of a share. R = 1 has those of the batch.")
 @not_yet("No statistics over all replicas are computed.")

@@ -30,34 +30,21 @@ from tests.reports.hand import (
     recipe,
     told,
 )
-from tests.reports.report import (
-    BUFFERS,
-    CODE,
-    METRICS,
-    RESUMES,
-    ROUNDING,
-    RULES,
-    Case,
-    here,
-    noting,
-    outcome,
-    report,
-    wrong,
-)
+from tests.reports.report import ROUNDING, Case, here, noting, outcome, report, wrong
 
 HALVED = functools.partial(lr_scheduler.StepLR, step_size=2, gamma=0.5)
 HELD = made(13, 4, seed=7), made(13, 4, seed=8).argmax(1) % 3  # no number of workers divides 13
 RATES = noting(lambda told: told.lr)
 
 
-@report(RULES, 0.0, "huggingface/accelerate#2926 ContextualAI/HALOs#33 jzhang38/EasyContext#21")
+@report("Schedules", 0.0, "huggingface/accelerate#2926 ContextualAI/HALOs#33 jzhang38/EasyContext#21")
 @wrong("The schedule took a step for each process, so the rate fell too fast.")
 @here("The schedule takes one step for each step of the optimizer.")
 def schedule_steps_once():
     return Case(recipe(scheduler=HALVED), [0.125, 0.125, 0.0625, 0.0625, 0.03125, 0.03125], **RATES)
 
 
-@report(RULES, 0.0, "huggingface/transformers#24088 huggingface/accelerate#843")
+@report("Schedules", 0.0, "huggingface/transformers#24088 huggingface/accelerate#843")
 @wrong("A schedule of a known length was over before the training was, or went beyond its end.")
 @here("A schedule over all steps is at its end in the last one.")
 def schedule_of_a_known_length():
@@ -66,7 +53,7 @@ def schedule_of_a_known_length():
     return Case(recipe(scheduler=one_cycle), right, **RATES)
 
 
-@report(RULES, 0.0, "huggingface/accelerate#3797")
+@report("Schedules", 0.0, "huggingface/accelerate#3797")
 @wrong("ReduceLROnPlateau counted each evaluation once for each process.")
 @here("It is told one loss a step, and its patience counts steps.")
 def plateau_counts_once():
@@ -75,7 +62,7 @@ def plateau_counts_once():
     return Case(made_anew, [0.125, 0.125, 0.125, 0.0625, 0.0625, 0.03125], **RATES)
 
 
-@report(RULES, 0.0, "rmchurch/disruptcnn#3")
+@report("Schedules", 0.0, "rmchurch/disruptcnn#3")
 @wrong("ReduceLROnPlateau saw the loss of one rank, and did not lower the rate.")
 @here("It sees the loss of the whole batch.")
 def plateau_of_the_whole_batch():
@@ -86,7 +73,7 @@ def plateau_of_the_whole_batch():
     return Case(recipe(data=(x, Y), scheduler=plateau), facts["rates"], **RATES)
 
 
-@report(RULES, 0.0, "huggingface/accelerate#999")
+@report("Schedules", 0.0, "huggingface/accelerate#999")
 @wrong("With accumulation the schedule took a step for each part.")
 @here("Parts of a step do not count as steps.")
 def schedule_and_accumulation():
@@ -94,7 +81,7 @@ def schedule_and_accumulation():
     return Case(recipe(scheduler=HALVED, micro_batches=2), right, **RATES)
 
 
-@report(RESUMES, ROUNDING, "ultralytics/yolov5#292 XPixelGroup/BasicSR#327 IntelLabs/distiller#145")
+@report("Resuming", ROUNDING, "ultralytics/yolov5#292 XPixelGroup/BasicSR#327 IntelLabs/distiller#145")
 @wrong("After a resume the learning rate began anew.")
 @here("The schedule goes on where it was.")
 def schedule_after_a_resume():
@@ -105,21 +92,21 @@ def schedule_after_a_resume():
     return Case(made_anew, [0.125 * shape(step) for step in range(6)], **RATES)
 
 
-@report(RESUMES, ROUNDING, "LibreYOLO/libreyolo#277 qfgaohao/pytorch-ssd#163")
+@report("Resuming", ROUNDING, "LibreYOLO/libreyolo#277 qfgaohao/pytorch-ssd#163")
 @wrong("After a resume the optimizer had forgotten its momentum.")
 @here("The optimizer's state is in every snapshot.")
 def momentum_after_a_resume():
     return Case(recipe(optimizer=MOMENTUM), told(plain(net(), entropy, batches(X, Y), MOMENTUM)), stops=(2, 4))
 
 
-@report(RESUMES, ROUNDING, "deepspeedai/DeepSpeed#2898 deepspeedai/DeepSpeed#6441 deepspeedai/Megatron-DeepSpeed#439")
+@report("Resuming", ROUNDING, "deepspeedai/DeepSpeed#2898 deepspeedai/Megatron-DeepSpeed#439")
 @wrong("A checkpoint could be loaded by as many processes as had written it, and by no others.")
 @here("A snapshot knows no workers. Any number of them goes on with it.")
 def other_number_of_workers():
     return Case(recipe(optimizer=ADAMW), told(plain(net(), entropy, batches(X, Y), ADAMW)))
 
 
-@report(RESUMES, 0.0, "horovod/horovod#3264 pytorch/elastic#97")
+@report("Resuming", 0.0, "horovod/horovod#3264 pytorch/elastic#97")
 @wrong("When a worker failed, all failed, or went on from the last checkpoint.")
 @here("Another worker takes its place within the step. Each step is seen once.")
 def steps_after_a_death():
@@ -144,7 +131,7 @@ def averaging(decay=0.5):
     return facts, average
 
 
-@report(RESUMES, ROUNDING, "m2lines/Samudra#282 m2lines/Samudra#313")
+@report("Resuming", ROUNDING, "m2lines/Samudra#282 m2lines/Samudra#313")
 @wrong("The average of the weights began anew after a resume.")
 @here("The average is in every snapshot, beside the weights.")
 def average_after_a_resume():
@@ -160,11 +147,7 @@ def accuracy(output, target):
     return (output.argmax(-1) == target).double().mean()
 
 
-@report(
-    RULES,
-    ROUNDING,
-    "harubaru/waifu-diffusion#31 PKU-YuanGroup/Open-Sora-Plan#186",
-)
+@report("Schedules", ROUNDING, "harubaru/waifu-diffusion#31 PKU-YuanGroup/Open-Sora-Plan#186")
 @wrong("Training went on with the averaged weights once they had been saved or evaluated.")
 @here("Evaluations use the average, and training the weights. Neither sees the other's.")
 def average_and_training():
@@ -188,7 +171,7 @@ def buffers(result, options):
     return {name: each.detach() for name, each in result.model.named_buffers()}
 
 
-@report(BUFFERS, ROUNDING, "pytorch/pytorch#13711 pytorch/pytorch#1051 huggingface/pytorch-image-models#110")
+@report("Buffers", ROUNDING, "pytorch/pytorch#13711 pytorch/pytorch#1051 huggingface/pytorch-image-models#110")
 @wrong("Each device had running statistics of its own, and only those of the first were kept.")
 @here("Running statistics are averaged over replicas after each step. Counts are counted once.")
 def running_statistics():
@@ -197,7 +180,7 @@ def running_statistics():
     return Case(recipe(normed), dict(model.named_buffers()), buffers)
 
 
-@report(BUFFERS, ROUNDING, "facebookresearch/fvcore#152 facebookresearch/detectron2#5409")
+@report("Buffers", ROUNDING, "facebookresearch/fvcore#152 facebookresearch/detectron2#5409")
 @wrong("Ranks with unlike batches came to other statistics.")
 @here("Statistics of shares are weighted by their samples.")
 def statistics_of_unlike_shares():
@@ -206,7 +189,7 @@ def statistics_of_unlike_shares():
     return Case(recipe(normed, batch_size=6), dict(model.named_buffers()), buffers)
 
 
-@report(BUFFERS, ROUNDING, "open-mmlab/mmdetection#4582 open-mmlab/mmaction2#675")
+@report("Buffers", ROUNDING, "open-mmlab/mmdetection#4582 open-mmlab/mmaction2#675")
 @wrong("What an evaluation showed was not what the saved model came to.")
 @here("An evaluation is of the very weights and buffers that are kept.")
 def evaluation_and_saved_model():
@@ -236,7 +219,7 @@ class Counting(nn.Module):
         return self.layer(x) / self.calls
 
 
-@report(BUFFERS, 0.0, "pytorch/pytorch#2864")
+@report("Buffers", 0.0, "pytorch/pytorch#2864")
 @wrong("A counter in the model was counted up in copies, and lost with them.")
 @here("A buffer that all replicas count up counts steps. A plain attribute is refused.")
 def counter_in_a_model():
@@ -259,7 +242,7 @@ def trained(data=HELD):
         return model(data[0]), data[1]
 
 
-@report(METRICS, ROUNDING, "pytorch/pytorch#25162 mosaicml/composer#2218")
+@report("Evaluations", ROUNDING, "pytorch/pytorch#25162 mosaicml/composer#2218")
 @wrong("Accuracy counted samples that were repeated to fill up batches.")
 @here("Each held-out sample counts once.")
 def accuracy_of_odd_data():
@@ -268,7 +251,7 @@ def accuracy_of_odd_data():
     return Case(recipe(), right, **evaluated(accuracy, HELD, batch_size=2))
 
 
-@report(METRICS, 0.0, "roboflow/rf-detr#1507")
+@report("Evaluations", 0.0, "roboflow/rf-detr#1507")
 @wrong("A metric over the whole set was given some images twice.")
 @here("`phalanx.whole` gets all outputs, in order, one for each sample.")
 def number_of_evaluated_samples():
@@ -280,7 +263,7 @@ def number_of_evaluated_samples():
     return Case(recipe(), 21.0, **evaluated(phalanx.whole(whole), data, batch_size=4))
 
 
-@report(METRICS, ROUNDING, "RUCAIBox/RecBole#1872")
+@report("Evaluations", ROUNDING, "RUCAIBox/RecBole#1872")
 @wrong("Means of parts were weighted by wrong numbers of samples.")
 @here("Parts of an evaluation are weighted by their samples.")
 def mean_of_unlike_parts():
@@ -291,7 +274,7 @@ def mean_of_unlike_parts():
     return Case(recipe(), right, **evaluated(confidence, HELD, batch_size=5))
 
 
-@report(METRICS, ROUNDING, "Lightning-AI/pytorch-lightning#4783 facebookresearch/dlrm#324")
+@report("Evaluations", ROUNDING, "Lightning-AI/pytorch-lightning#4783 facebookresearch/dlrm#324")
 @wrong("An area under the curve was the sum, or the mean, of those of the ranks.")
 @here("A metric that is no mean over samples is computed once, from all outputs.")
 def area_under_the_curve():
@@ -306,7 +289,7 @@ def area_under_the_curve():
     return Case(recipe(), right, **evaluated(phalanx.whole(area), HELD, batch_size=4))
 
 
-@report(METRICS, 0.0, "Lightning-AI/pytorch-lightning#379 ultralytics/yolov5#8345 webdataset/webdataset#446")
+@report("Evaluations", 0.0, "Lightning-AI/pytorch-lightning#379 ultralytics/yolov5#8345 webdataset/webdataset#446")
 @wrong("One process stopped early, and the others waited for it.")
 @here("`EarlyStopping` decides once. All workers end after the same step.")
 def early_stop():
@@ -320,7 +303,7 @@ def early_stop():
     return Case(recipe(steps=30), 9, lambda result, options: result.steps, options, stops=(4,))
 
 
-@report(CODE, ROUNDING, "KevinMusgrave/pytorch-metric-learning#5 zjunlp/Relphormer#9 k2-fsa/icefall#284")
+@report("Code", ROUNDING, "KevinMusgrave/pytorch-metric-learning#5 zjunlp/Relphormer#9 k2-fsa/icefall#284")
 @wrong("Lambdas and functions within functions could not be sent to processes.")
 @here("They travel by value: model, loss, optimizer and schedule may be lambdas and local classes.")
 def lambdas():
@@ -348,7 +331,7 @@ def cell_loss(output, target):
 """
 
 
-@report(CODE, ROUNDING, "Lightning-AI/pytorch-lightning#16136 huggingface/accelerate#940")
+@report("Code", ROUNDING, "Lightning-AI/pytorch-lightning#16136 huggingface/accelerate#940")
 @wrong("In notebooks workers could not find functions of cells, or were forks of a process that used the GPU.")
 @here("Functions of `__main__` travel by value. Workers are never forks of your process.")
 def functions_of_a_notebook():
