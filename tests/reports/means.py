@@ -63,7 +63,7 @@ def order_of_additions():
     )
 
 
-@report("Workers", ROUNDING, "meta-pytorch/torchrec#747 pytorch/pytorch#37359")
+@report("Workers", ROUNDING, "meta-pytorch/torchrec#747")
 @wrong("Ranks had to have batches of one size, or the mean was of something else.")
 @here("Shares may differ by a sample. They are weighted by their sizes.")
 def shares_of_unlike_sizes():

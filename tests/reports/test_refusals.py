@@ -210,3 +210,19 @@ def test_statistics_over_the_batch():
     assert differences(local.loss_history, right, 1e-3) != []
     alone = recipe(lambda: make(nn.BatchNorm1d), replicas=1).train(engine="inline")
     assert differences(alone.loss_history, right, ROUNDING) == []
+
+
+@report("Gradients", None, "pytorch/pytorch#37359")
+@wrong("The mean over devices was taken of a loss that is a sum, which made it too small.")
+@here('A sum that phalanx can see is refused. With `loss_over="batch"` it is trained on as it is.')
+@not_yet("A sum in a lambda is only warned of: its shares are averaged, so R changes the loss.")
+def test_a_loss_that_is_a_sum():
+    """By its name it is refused; in a lambda its loss is a fourth of the right one, with a warning."""
+    with pytest.raises(phalanx.UsageError, match="reduction='sum'"):
+        recipe(loss_fn=nn.CrossEntropyLoss(reduction="sum"))
+    total = lambda output, target: F.cross_entropy(output, target, reduction="sum")  # noqa: E731
+    with pytest.warns(UserWarning, match="the mean of what it comes to for two parts"):
+        loss = recipe(loss_fn=total).train(engine="inline").loss_history[0]
+    assert differences(loss, LOSSES[0] * 8 / 4, ROUNDING) == []
+    right = plain(net(), lambda model, x, y: total(model(x), y), batches(X, Y))["losses"]
+    works(recipe(loss_fn=total, loss_over="batch"), right)
