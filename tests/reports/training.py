@@ -107,7 +107,7 @@ def other_number_of_workers():
 
 
 @report("Resuming", 0.0, "horovod/horovod#3264 pytorch/elastic#97")
-@wrong("When a worker failed, all failed, or went on from the last checkpoint.")
+@wrong("When a worker failed or came, all failed, or went back to the last checkpoint.")
 @here("Another worker takes its place within the step. Each step is seen once.")
 def steps_after_a_death():
     return Case(recipe(), [0, 1, 2, 3, 4, 5], **noting(lambda told: told.step))
