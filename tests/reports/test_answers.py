@@ -76,3 +76,10 @@ def test_workers_are_really_killed():
     """Negative twin: without a signal there is no death, and that fails."""
     with pytest.raises(AssertionError, match="nobody died"):
         bereft(Case(recipe(), None), {}, 0)
+
+
+def test_a_planted_fault_is_seen(monkeypatch, tmp_path):
+    """Negative twin: where phalanx gives shares of unlike sizes one weight, the report about them fails."""
+    monkeypatch.setattr("phalanx.step.share_weights", lambda sizes: [float(size > 0) for size in sizes])  # planted
+    with pytest.raises(AssertionError, match="inline: "):
+        check(means.shares_of_unlike_sizes(), tmp_path, ROUNDING)
