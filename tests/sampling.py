@@ -62,6 +62,12 @@ EVERY_TIME = {
         "inputs/test_drawn.py::test_resume_and_replay": 1,
         "hosts/test_shards.py::test_each_host_reads_its_part[2-0]": 1,
     },
+    "public reports": {
+        "reports/test_answers.py::test_right_value": 4,
+        "reports/test_answers.py::test_what_a_resume_forgets_is_seen": 1,
+        "reports/test_refusals.py::test_a_changed_recipe": 1,
+        "reports/test_ends.py::test_the_main_process_is_killed": 1,
+    },
     "phases, micro-batches, frozen weights": {
         "exactness/test_phases.py::test_workers_and_kills": 1,
         "exactness/test_micro_batches.py::test_workers[torch]": 1,

@@ -59,7 +59,7 @@ def killed(run_dir, step=2):
     for path in (run_dir / "snapshots").iterdir():
         if path != folder_of(run_dir, step):
             shutil.rmtree(path)
-    (run_dir / NEXT).unlink()
+    (run_dir / NEXT).unlink(missing_ok=True)
 
 
 def folder_of(run_dir, step):
