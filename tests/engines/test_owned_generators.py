@@ -1,7 +1,6 @@
 """Random generators that user code owns are keyed as the global ones are, wherever they can be found."""
 
 import functools
-import itertools
 import random
 import sys
 import warnings
@@ -211,7 +210,7 @@ def test_a_loop_by_hand_reads_the_same():
 
 
 def counting():
-    count = itertools.count()
+    count = iter(range(1000))
     return lambda: next(count)
 
 
