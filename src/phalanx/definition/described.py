@@ -101,7 +101,7 @@ def compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], sides: tuple[str
         if theirs["format"] != FORMAT:
             raise ValueError(f"its recipe is of format {theirs['format']!r}, and this phalanx reads format {FORMAT}")
         comparison, between = Comparison(), functools.partial(_between, sides=sides)
-        comparison.differs += between(*map(_completed, (mine["values"], theirs["values"])))
+        comparison.differs += between(_completed(mine["values"]), _completed(theirs["values"]))
         if mine.get("made") and theirs.get("made"):
             comparison.differs += between(mine["made"], theirs["made"])
         for name in {**mine["data"], **theirs["data"]}:
