@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 RAY := .venv/.ray
 MINUTES ?= 10
 SEED ?= 0
-CASES ?= 4
+CASES ?= 2
 SOURCES := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
@@ -34,7 +34,7 @@ test: $(INSTALLED)  ## the tests, the same ones every time; under four minutes
 
 test-all: export PHALANX_CASES := $(CASES)
 test-all: export PHALANX_DRAW := $(SEED)
-test-all: $(INSTALLED) $(RAY)  ## all tests; of long lists of cases four that SEED draws, or CASES=all: hours
+test-all: $(INSTALLED) $(RAY)  ## all tests; of long lists of cases two that SEED draws, or CASES=all: hours
 	$(call tests,,3)
 
 core: $(INSTALLED)  ## the core's tests, where phalanx has no satellites: what CONTRIBUTING says it can do without
