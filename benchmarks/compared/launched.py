@@ -44,7 +44,7 @@ class Library:
             return None
         if self.package == "phalanx":
             return importlib.import_module("phalanx").__version__
-        return importlib.metadata.version(self.package)
+        return importlib.metadata.version("torchft-nightly" if self.package == "torchft" else self.package)
 
 
 LIBRARIES = (

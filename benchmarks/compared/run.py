@@ -1,18 +1,21 @@
 """One job in six libraries: lines, seconds, bits, and what happens when processes are killed.
 
-    pip install --no-deps -r benchmarks/compared/requirements.txt    # or as docs/compared.md says
+    pip install -r benchmarks/compared/requirements.txt
     python benchmarks/compared/run.py
     python benchmarks/compared/run.py --rounds 1 --epochs 4 --only DDP --only phalanx
 
 Runs of all libraries take turns, and each run is a fresh job. Every run has a limit, and what it leaves is ended.
-With ``--save`` each finding is written at once to benchmarks/results/compared.json. ``--go-on`` measures what is missing.
+With ``--save`` each finding is written at once to benchmarks/results/compared.json. ``--go-on`` keeps what is there.
 """
 
 import argparse
 import collections
 import itertools
+import os
 import pathlib
+import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -56,9 +59,10 @@ class Measuring:
             job = self._job(library, FEW, folder)
             try:
                 job.wait(self.limit, self.middle)
-                *others, victim = job.computing()
+                *others, victim = job.computing() or [0]
                 killed = time.time()
-                launched.os.kill(victim, launched.signal.SIGKILL)
+                if victim:
+                    os.kill(victim, signal.SIGKILL)
                 job.wait(self.limit)
                 return [{"kind": "one killed", "workers": FEW, **facts(job), **after(job, killed, others)}]
             finally:
@@ -101,8 +105,13 @@ def facts(job: launched.Job) -> dict:
         "ended": finished, "code": job.code() if finished else None, "weights": job.weights(),
         "seconds": (job.ended or time.time()) - job.began, "samples": sum(each.samples for each in passes),
         "training": passes[-1].at - passes[0].at if passes else None,
-        "said": [] if finished and job.code() == 0 else job.text().splitlines()[-12:],
+        "said": [] if finished and job.code() == 0 else errors(job.text()),
     }  # fmt: skip
+
+
+def errors(text: str) -> list[str]:
+    """The last lines of an output that name an error, without the paths of this machine."""
+    return [re.sub(r"/[\w./-]+", "...", line)[:300] for line in text.splitlines() if re.search(r"Error\b", line)][-4:]
 
 
 def after(job: launched.Job, killed: float, others: list[int]) -> dict:
@@ -117,6 +126,10 @@ def after(job: launched.Job, killed: float, others: list[int]) -> dict:
 def tasks(measuring: Measuring, libraries: list[launched.Library], rounds: int, kills: int) -> Iterator[Task]:
     """All that is to be measured, each with its name; the libraries take turns, back and forth."""
     forth = itertools.cycle((libraries, libraries[::-1]))
+    for each in libraries:
+        yield f"{each.name}, 1 worker, 1 thread", lambda each=each: measuring.undisturbed(each, 1, 1)
+    for each in libraries:
+        yield f"{each.name}, all killed", lambda each=each: measuring.all_killed(each)
     for number in range(rounds):
         for workers, threads in COLUMNS:
             for each in next(forth):
@@ -124,10 +137,6 @@ def tasks(measuring: Measuring, libraries: list[launched.Library], rounds: int, 
                     f"{each.name}, {workers} workers, round {number}",
                     lambda each=each, workers=workers, threads=threads: measuring.undisturbed(each, workers, threads),
                 )
-    for each in libraries:
-        yield f"{each.name}, 1 worker, 1 thread", lambda each=each: measuring.undisturbed(each, 1, 1)
-    for each in libraries:
-        yield f"{each.name}, all killed", lambda each=each: measuring.all_killed(each)
     for number in range(kills):
         for each in next(forth):
             yield f"{each.name}, one killed, round {number}", lambda each=each: measuring.one_killed(each)
@@ -145,6 +154,7 @@ def main() -> None:
     parser.add_argument("--remark", default="", help="a sentence for the report, as of what else the machine does")
     arguments = parser.parse_args()
     chosen = [each for each in launched.LIBRARIES if arguments.only is None or each.name in arguments.only]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that jobs are ended, too
     measuring = Measuring(arguments.epochs, arguments.limit)
     installed = [each for each in chosen if each.version]
     measured = table.loaded() if arguments.go_on else {"tasks": {}}

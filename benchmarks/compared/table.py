@@ -14,9 +14,9 @@ from jobs import count
 
 RESULTS = step.RESULTS
 PATH = RESULTS / "compared.json"
-METHOD = """Each run is a fresh job, and the libraries take turns. *Whole* is from the command to its end, *training* from
-the first forward pass to the last. Medians of all rounds. One worker has both cores, two and four have a thread each.
-phalanx has R = 4 everywhere, and pays for four replicas with one worker, too. Its first column is a recipe with
+METHOD = """Each run is a fresh job, and the libraries take turns. *Whole* is from the command to its end, *training*
+from the first forward pass to the last. Medians of all rounds. One worker has both cores, two and four have a thread
+each. phalanx has R = 4 everywhere, and pays for four replicas with one worker, too. Its first column is a recipe with
 `threads=2`. Each library writes a checkpoint after each epoch. Traffic is on loopback."""
 KILLS = """Two workers. Processes are killed in the middle of an epoch, half-way. *Nothing computed for* is the longest
 pause between forward passes after the kill, median and range. *More work* is what was computed beyond an undisturbed
