@@ -69,12 +69,12 @@ class Pass:
 class Job:
     """One run of a library's program."""
 
-    def __init__(self, library: Library, workers: int, folder: pathlib.Path, *, epochs: int, threads: int = 1) -> None:
+    def __init__(self, library: Library, workers: int, folder: pathlib.Path, *, epochs: int) -> None:
         self.word, self.root = uuid.uuid4().hex, pathlib.Path(tempfile.mkdtemp(prefix="c"))
         (self.root / "log").mkdir()
         self.environment = {
             **os.environ, "COMPARED_RUN": self.word, "COMPARED_FOLDER": str(folder), "COMPARED_WORKERS": str(workers),
-            "COMPARED_LOG": str(self.root / "log"), "COMPARED_EPOCHS": str(epochs), "OMP_NUM_THREADS": str(threads),
+            "COMPARED_LOG": str(self.root / "log"), "COMPARED_EPOCHS": str(epochs), "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{HERE.parent.parent / 'src'}:{HERE}", "GLOO_SOCKET_IFNAME": "lo", "RUST_BACKTRACE": "0",
             "TMPDIR": str(self.root), "RAY_TMPDIR": str(self.root), "RAY_USAGE_STATS_ENABLED": "0",
             "PYTHONWARNINGS": "ignore", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

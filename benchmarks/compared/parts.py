@@ -19,7 +19,6 @@ SAMPLES, BATCH = 1792, 64
 PER_EPOCH = SAMPLES // BATCH
 EPOCHS = int(os.environ.get("COMPARED_EPOCHS", "12"))
 WORKERS = int(os.environ.get("COMPARED_WORKERS", "1"))
-THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
 FOLDER = pathlib.Path(os.environ.get("COMPARED_FOLDER", "runs/compared")).absolute()
 LR, MOMENTUM = 0.05, 0.9
 

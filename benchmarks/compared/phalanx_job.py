@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from parts import BATCH, EPOCHS, FOLDER, LR, MOMENTUM, PER_EPOCH, THREADS, WORKERS, Net, report, x, y
+from parts import BATCH, EPOCHS, FOLDER, LR, MOMENTUM, PER_EPOCH, WORKERS, Net, report, x, y
 from torch.nn.functional import cross_entropy
 
 import phalanx
@@ -16,7 +16,6 @@ recipe = phalanx.Recipe(
     replicas=4,
     epochs=EPOCHS,
     optimizer=functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM),
-    threads=THREADS,
 )
 result = recipe.train(workers=WORKERS, run_dir=FOLDER, snapshot_every=PER_EPOCH)
 report(result.model.state_dict())

@@ -30,7 +30,7 @@ import launched
 import parts
 import table
 
-COLUMNS = ((1, 2), (2, 1), (4, 1))  # workers, threads of each: what two cores are shared among
+WORKERS = (1, 2, 4)
 FEW = 2  # workers of what is killed
 LIMIT = 300.0  # seconds for a run
 Task = tuple[str, Callable[[], list[dict]]]
@@ -43,13 +43,13 @@ class Measuring:
         self.epochs, self.limit = epochs, limit
         self.middle = (epochs // 2 + 0.5) * parts.SAMPLES  # samples computed when processes are killed
 
-    def undisturbed(self, library: launched.Library, workers: int, threads: int) -> list[dict]:
+    def undisturbed(self, library: launched.Library, workers: int) -> list[dict]:
         """A run that nobody disturbs."""
         with tempfile.TemporaryDirectory() as folder:
-            job = self._job(library, workers, folder, threads)
+            job = self._job(library, workers, folder)
             try:
                 job.wait(self.limit)
-                return [{"kind": "undisturbed", "workers": workers, "threads": threads, **facts(job)}]
+                return [{"kind": "undisturbed", "workers": workers, **facts(job)}]
             finally:
                 job.close()
 
@@ -93,8 +93,8 @@ class Measuring:
                     job.close()
             return found
 
-    def _job(self, library: launched.Library, workers: int, folder, threads: int = 1) -> launched.Job:
-        return launched.Job(library, workers, pathlib.Path(folder), epochs=self.epochs, threads=threads)
+    def _job(self, library: launched.Library, workers: int, folder) -> launched.Job:
+        return launched.Job(library, workers, pathlib.Path(folder), epochs=self.epochs)
 
 
 def facts(job: launched.Job) -> dict:
@@ -127,18 +127,15 @@ def tasks(measuring: Measuring, libraries: list[launched.Library], rounds: int, 
     """All that is to be measured, each with its name; the libraries take turns, back and forth."""
     forth = itertools.cycle((libraries, libraries[::-1]))
     for each in libraries:
-        yield f"{each.name}, 1 worker, 1 thread", lambda each=each: measuring.undisturbed(each, 1, 1)
-    for each in libraries:
         yield f"{each.name}, all killed", lambda each=each: measuring.all_killed(each)
-    for number in range(rounds):
-        for workers, threads in COLUMNS:
+    for number in range(max(rounds, kills)):
+        for workers in WORKERS if number < rounds else ():
             for each in next(forth):
                 yield (
-                    f"{each.name}, {workers} workers, round {number}",
-                    lambda each=each, workers=workers, threads=threads: measuring.undisturbed(each, workers, threads),
+                    f"{each.name}, workers: {workers}, round {number}",
+                    lambda each=each, workers=workers: measuring.undisturbed(each, workers),
                 )
-    for number in range(kills):
-        for each in next(forth):
+        for each in next(forth) if number < kills else ():
             yield f"{each.name}, one killed, round {number}", lambda each=each: measuring.one_killed(each)
 
 
