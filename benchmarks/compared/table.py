@@ -19,7 +19,7 @@ from the first forward pass to the last. Medians of all rounds, and the range. E
 one worker of phalanx and of DDP was slower while other programs ran. phalanx has R = 4 everywhere, and pays for four
 replicas with one worker, too. Each library writes a checkpoint after each epoch. Traffic is on loopback."""
 KILLS = """Two workers. Processes are killed in the middle of an epoch, half-way. *Nothing computed for* is the longest
-pause between forward passes after the kill, median and range. *More work* is what was computed beyond an undisturbed
+pause between forward passes after the kill, of both workers together. *More work* is what was computed beyond an undisturbed
 run, in steps of 64 samples. It is negative where samples were never computed. *Same bits*: as an undisturbed run of
 two workers."""
 
@@ -75,7 +75,7 @@ def bits(runs: list[dict]) -> list[str]:
 
 def one(measured: dict, rows: list[dict]) -> str:
     """What happens when a worker is killed."""
-    header = ["", "what happens", "nothing computed for, s", "whole run longer by, s", "more work, steps", "same bits"]
+    header = ["", "what happens", "nothing computed for, s", "more work, steps", "same bits"]
     lines = []
     for library in named(measured):
         runs = of(rows, library, "one killed")
@@ -83,12 +83,11 @@ def one(measured: dict, rows: list[dict]) -> str:
         if not runs or not usual:
             lines.append(missing(library, header))
             continue
-        base = statistics.median(each["seconds"] for each in usual)
         work = statistics.median(each["samples"] for each in usual)
         good = [each for each in runs if each["code"] == 0]
         lines.append([
             library.name, " / ".join(sorted({happened(each) for each in runs})),
-            spread([each["standstill"] for each in good]), spread([each["seconds"] - base for each in good]),
+            spread([each["standstill"] for each in good]),
             spread([(each["samples"] - work) / parts.BATCH for each in good]), same(good, hashes(usual)),
         ])  # fmt: skip
     return step.markdown(header, lines)
@@ -126,7 +125,7 @@ def happened(run: dict) -> str:
         return "hangs"
     if run["code"] != 0:
         return f"ends with an error after {run['until_end']:.0f} s"
-    return "the others go on" if run["went_on"] else "all start again from the last checkpoint"
+    return "the other goes on, and a new one joins" if run["went_on"] else "both start again from the last checkpoint"
 
 
 def resumed(run: dict) -> str:
@@ -167,6 +166,8 @@ def spread(values: list[float]) -> str:
     """A median, and the range."""
     if not values:
         return "-"
+    if len(values) == 1:
+        return f"{values[0]:.1f}"
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
