@@ -19,9 +19,8 @@ from the first forward pass to the last. Medians of all rounds, and the range. E
 one worker of phalanx and of DDP was slower while other programs ran. phalanx has R = 4 everywhere, and pays for four
 replicas with one worker, too. Each library writes a checkpoint after each epoch. Traffic is on loopback."""
 KILLS = """Two workers. Processes are killed in the middle of an epoch, half-way. *Nothing computed for* is the longest
-pause between forward passes after the kill, of both workers together. *More work* is what was computed beyond an undisturbed
-run, in steps of 64 samples. It is negative where samples were never computed. *Same bits*: as an undisturbed run of
-two workers."""
+pause between forward passes after the kill, of both workers together. *More work* is what was computed beyond an
+undisturbed run, in steps of 64 samples. *Same bits*: as an undisturbed run of two workers."""
 
 
 def loaded() -> dict:
