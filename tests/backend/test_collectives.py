@@ -21,6 +21,7 @@ def test_big_all_reduce(right, size):
     right(size, "jobs.big_all_reduces")
 
 
+@pytest.mark.long
 def test_sparse_all_reduce(right):
     """Sparse tensors with other rows on each rank, none on one of them: the sum of dense ones, bit for bit."""
     right(4, "jobs.sparse_all_reduces")

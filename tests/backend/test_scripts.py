@@ -46,6 +46,7 @@ def test_under_the_compiler(right, tmp_path, make, backend):
     assert not any(torch.equal(value, other[key]) for key, value in plain.items() if value.is_floating_point())
 
 
+@pytest.mark.long
 def test_a_group_loads_no_compiler():
     """Keeping the compiler out does not load it, which takes 0.7 s."""
     code = "import sys, phalanx.backend; sys.exit('torch._dynamo' in sys.modules)"

@@ -70,6 +70,7 @@ def test_the_state_of_a_callback_is_that_of_the_snapshot(tmp_path, workers):
     assert (witness.counted, result.resumed_from) == (5, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others", [(), [print]], ids=["none", "another"])
 def test_a_state_that_nobody_takes_is_told_of(tmp_path, others):
     """Callbacks that are gone when a run goes on are named in one warning, at the caller's line, and then forgotten."""
@@ -82,6 +83,7 @@ def test_a_state_that_nobody_takes_is_told_of(tmp_path, others):
     assert first.digest == again.digest == recipe(epochs=1).train().digest
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_job_with_all_of_them_is_the_same_for_any_workers_and_after_a_resume(tmp_path, workers):
@@ -119,6 +121,7 @@ def test_a_driver_that_is_killed_leaves_a_job_that_goes_on(tmp_path):
     assert left(result, killed) == expected
 
 
+@pytest.mark.long
 def test_without_its_state_a_resumed_run_would_stop_elsewhere(tmp_path):
     """Negative twin: the same, but the counts of EarlyStopping are lost on the way."""
 
@@ -243,6 +246,7 @@ def test_a_run_can_be_stopped(workers):
     assert (result.steps, result.digest) == (3, recipe(epochs=None, steps=3).train().digest)
 
 
+@pytest.mark.long
 def test_a_result_says_that_its_run_was_stopped(tmp_path):
     """Where and by whom, again when it is asked for again; a run that went to its end was not, whoever stopped it."""
     stopping = {"evaluation": evaluation(), "run_dir": tmp_path}

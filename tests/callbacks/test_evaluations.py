@@ -60,6 +60,7 @@ def test_metrics_are_what_they_are_over_all_samples(values):
     assert found["f1"] != pytest.approx(np.mean([f1(outputs[n : n + 7], TARGETS[n : n + 7]) for n in range(0, 60, 7)]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [2, 3])
 def test_metrics_and_predictions_have_the_same_bits_for_any_workers(values, workers):
     """Each chunk is the same wherever it is computed, and all are folded in order."""
@@ -164,6 +165,7 @@ def test_schedules_that_cannot_be_are_refused():
         made.train(evaluation=evaluation())
 
 
+@pytest.mark.long
 def test_what_is_so_anyway_may_be_said():
     """Arguments that say what holds where nothing is said change nothing, without a scheduler, too."""
     said = recipe(micro_batches=1, schedule_every="step", modes="train", phases=None)

@@ -55,6 +55,7 @@ def test_a_link_in_the_place_of_the_log(tmp_path, name, options):
     assert len(log.read_text().splitlines()) == result.steps + 1
 
 
+@pytest.mark.long
 @EVERYWHERE
 def test_a_link_in_the_place_of_the_best(tmp_path, options):
     """A link to the best weights of another run is refused by name, and those are all there."""
@@ -127,6 +128,7 @@ def full(monkeypatch):
     return places
 
 
+@pytest.mark.long
 @EVERYWHERE
 def test_a_full_disk(tmp_path, full, options):
     """Weights that cannot be written are told of, and with on_snapshot_error="continue" the run goes on as it would."""

@@ -87,6 +87,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 @pytest.mark.parametrize("change", CHANGES)
@@ -113,6 +114,7 @@ UNSEEN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 @pytest.mark.parametrize("change", UNSEEN)
@@ -135,6 +137,7 @@ def look(model):
     assert torch.equal(model.row, model.last.weight[0])
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("way", ["callback", "loop"])
 def test_who_only_looks_changes_nothing(options, way):
@@ -142,6 +145,7 @@ def test_who_only_looks_changes_nothing(options, way):
     assert train(options, look, way).digest == recipe().train(engine="inline").digest
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 def test_changes_after_the_last_step_are_not_in_the_result(options):
     """result.model is the trained one, or a copy of that."""
@@ -173,6 +177,7 @@ def test_who_keeps_the_model_is_refused_later(options):
         assert run.result().digest == recipe().train(engine="inline").digest
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 def test_it_is_one_object_and_shows_the_state(options):
     """As long as nothing moves, the model is the same object, and no part of it that of the result."""

@@ -152,6 +152,7 @@ def doubled(model, batch):
     return 2 * F.cross_entropy(model(batch[0]), batch[1])
 
 
+@pytest.mark.long
 def test_a_loss_that_takes_the_model(tmp_path):
     """``loss_fn(model, batch)`` ends in the bits of the same loss of output and target; metrics are as always."""
     due = phalanx.Evaluation(accuracy, (HELD_OUT, TARGETS))

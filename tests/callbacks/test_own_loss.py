@@ -73,6 +73,7 @@ def job(changes):
     )
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_loss_over_all_samples(case):

@@ -70,6 +70,7 @@ def same(kit, recipe, workers, metric=None):
     return wanted
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @with_kits(["workers"], of_each("any number of workers", dict.fromkeys(KITS, EVERY)))
 def test_any_number_of_workers(kit, workers):
@@ -230,6 +231,7 @@ def test_reports(kit):
     assert reports(engine="inline") == reports(**kit.spread(3))
 
 
+@pytest.mark.long
 def test_the_recipes_own_loss(kit):
     """Over the samples of a step it is what the next step has, by its weights; over others it is another."""
     recipe = kit.recipe(1, shuffle=False)
@@ -318,6 +320,7 @@ def test_a_damaged_snapshot(kit, tmp_path):
     assert resumed.digest == whole.digest
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 def test_user_errors_have_an_address(kit):
     """What a loss raises in a worker names step, replica and samples, and carries the state."""

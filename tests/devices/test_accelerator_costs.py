@@ -53,6 +53,7 @@ def bytes_of_a_step(folder, recipe, count):
     return [noted[number][3] - noted[number][2] for number in range(count)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("replicas", "count"), sample("bytes", [(4, 2), (8, 2), (6, 2), (6, 3), (8, 3), (8, 4), (12, 4)], 2)
 )
@@ -370,6 +371,7 @@ def a_room_each(patch):
     patch.setattr(flat, "IN_FLIGHT", 1000)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("fault", "least", "most"), [(a_layer_each, 6, 6.6), (a_room_each, 7, 7.6)])
 def test_memory_of_what_is_on_the_way(fake, tmp_path, fault, least, most):

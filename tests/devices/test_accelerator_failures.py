@@ -46,6 +46,7 @@ def test_out_of_memory(fake, tmp_path, count):
         assert run.result().digest == deep_recipe(4, steps=1).train(devices="fake:0").digest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "count"), sample("lost devices", itertools.product(["lose", "fault"], [1, 3]), 1))
 def test_a_lost_device(fake, tmp_path, how, count):
     """The error names it, though its buffers cannot be put back; a run_dir goes on on the devices that are left."""
@@ -117,6 +118,7 @@ class Slow:
         return self.make_model()
 
 
+@pytest.mark.long
 def test_deaths(fake, tmp_path):
     """Workers that are killed are replaced on their devices: all but one, and all."""
     wanted = trained(noisy_adam(), 1)

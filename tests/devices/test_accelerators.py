@@ -50,6 +50,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_any_number_of_devices(fake, name):
@@ -65,6 +66,7 @@ def used():
     return os.getpid(), sorted({place for pair in torch.fake.counts() for place in pair.split(">")})
 
 
+@pytest.mark.long
 def test_each_worker_computes_on_its_own_device(fake, tmp_path):
     """Every device is used by one process, which is not the caller's, and uses no other device."""
     recipe = MLP.recipe(6, steps=3, loss_fn=Noting(tmp_path, used))
@@ -76,6 +78,7 @@ def test_each_worker_computes_on_its_own_device(fake, tmp_path):
     assert all(lines[-1] == (lines[0][0], ["cpu", device]) for device, lines in noted.items())
 
 
+@pytest.mark.long
 def test_one_worker(fake, tmp_path):
     """Asked for, one device is driven by a process of its own, to the same bits; it may die."""
     recipe = noisy()
@@ -91,6 +94,7 @@ def named_by_use(patch):
     patch.setattr(accelerators, "listed_device", accelerators.named_device)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "opened"), [(None, []), (named_by_use, [0, 1])], ids=["as it is", "named by use"])
 def test_who_starts_workers_uses_no_device(fake, monkeypatch, fault, opened):
     """Each device is opened by its worker alone: half a gigabyte of it would go, and no child could be forked."""
@@ -102,6 +106,7 @@ def test_who_starts_workers_uses_no_device(fake, monkeypatch, fault, opened):
     assert fake.opened() == opened
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", sample("four devices", [4, 5, 7, 8], 1))
 def test_four_devices(fake, replicas):
     """Four devices, with blocks of one or several nodes of the tree, end as one."""
@@ -166,6 +171,7 @@ FAULTS = [
 RACES = not_waited_for, gathered_and_not_waited_for, a_room_used_too_early, pinned_memory_used_again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", sample("faults of devices", FAULTS, 2))
 def test_faults_are_seen(fake, fault):
     """These tests can fail: each fault ends in other bits, or the device finds it."""
@@ -194,6 +200,7 @@ def zeros_arrive(patch):
     patch.setattr("tests.accelerator.ccl.Collectives.alltoall_base", alltoall_base)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
@@ -236,6 +243,7 @@ def test_data_is_read_a_step_ahead_only_where_nobody_can_change_it(fake):
     assert run("fake:0") == pytest.approx(run("cpu"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_batch_instead_of_the_planned_one(fake, count):
     """What was read ahead for a planned step is not taken for a batch that the caller brings."""
@@ -249,6 +257,7 @@ def test_a_batch_instead_of_the_planned_one(fake, count):
     assert look(count) == look(2)
 
 
+@pytest.mark.long
 def test_resumed_elsewhere(fake, tmp_path):
     """A run goes on with another number of devices, and on the CPU, whose kernels are the same here, and back."""
     recipes = [FAMILIES["conv_norm"].recipe(4, steps=steps, optimizer=OPTIMIZERS["adamw"]) for steps in (2, 4, 5, 6)]
@@ -260,6 +269,7 @@ def test_resumed_elsewhere(fake, tmp_path):
         assert trained(recipes[3], 4, run_dir=tmp_path) == trained(recipes[3], 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 3])
 def test_chunks_are_measured_on_all_devices(fake, tmp_path, count):
     """Chunks of an evaluation are shared among the devices; the value is that of one device, and so is an error."""
@@ -347,6 +357,7 @@ def nondeterministic(patch):
     torch.fake.set_nondeterministic("aten::cumsum")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 2])
 def test_operations_without_a_deterministic_kernel(fake, count):
     """They are an error that names the operation and the way out, unless they are allowed."""
@@ -359,6 +370,7 @@ def test_operations_without_a_deterministic_kernel(fake, count):
     assert recipe.train(devices=named(count), nondeterministic="allow").digest
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("count", [1, 2])

@@ -118,6 +118,7 @@ class OtherThere:
         return loss * 2 if output.device.type != "cpu" else loss
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.accelerator
 @pytest.mark.parametrize("count", [1, 2])

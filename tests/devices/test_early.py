@@ -156,6 +156,7 @@ EARLY_FAULTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", slow(EARLY_FAULTS, sent_too_soon, unscaled), ids=lambda fault: fault.__name__)
 def test_faults_of_sending_early_are_seen(tmp_path, fault):
     """The test above can fail: each ends in other bits."""
@@ -196,6 +197,7 @@ class Halving(nn.Module):
                 parameter.grad.div_(2)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("other", [False, True], ids=["in place", "others"])
 @pytest.mark.parametrize("batch_size", [12, 11], ids=["even", "weighted"])

@@ -94,6 +94,7 @@ def wanted():
 CASES = [(place, count, worker) for place in PLACES for count in (2, 3) for worker in {0, count - 1}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "count", "worker"), sample("hanging collectives", CASES, 3))
 def test_a_death_at_every_point(fake, tmp_path, wanted, place, count, worker):
     """The others are on at once, to the same bits; nobody else dies, and no thread is left behind in them."""

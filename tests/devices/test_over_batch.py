@@ -30,6 +30,7 @@ def trained(recipe, count, **options):
     return result.digest, result.loss_history
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:batch_size is")
 @pytest.mark.parametrize("name", sample("over the batch on accelerators", CASES, 4))
@@ -58,6 +59,7 @@ def test_state_in_python(count):
         trained(bad(make_model=mlp, loss_fn=Keeping()), count)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("what", ["loss", "write"])
 def test_differing_workers(what):

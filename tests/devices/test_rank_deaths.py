@@ -77,6 +77,7 @@ def test_no_step_is_done_before_it_can_be_told_of(tmp_path, wanted):
     assert sprung(tmp_path) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", sample("all but one", ["COMPUTING", "FOLDING", "FOLDED", "UPDATING", "UPDATED"], 1))
 def test_all_workers_but_one(tmp_path, wanted, place):
     """The last one hands its state over."""
@@ -102,6 +103,7 @@ def saving_each_step(patch):
     patch.setattr("phalanx.engines.processes.worker.next_snapshot", lambda t, *_, **__: t + 1)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("place", ["UPDATED", "COMPUTING"])
 def test_all_workers_before_a_snapshot_that_is_due(tmp_path, place):
@@ -115,6 +117,7 @@ def test_all_workers_before_a_snapshot_that_is_due(tmp_path, place):
     assert sprung(tmp_path) == 2
 
 
+@pytest.mark.long
 def test_all_workers_while_the_snapshot_is_taken(tmp_path):
     """There is one snapshot in memory; if all end while it is written, the run ends, and a run_dir goes on."""
     make_model = MLP.make_model
@@ -127,6 +130,7 @@ def test_all_workers_while_the_snapshot_is_taken(tmp_path):
     assert trained(recipe, 2, run_dir=folder) == trained(MLP.recipe(4, steps=8), 1)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("whom", ["the source", "another"])
 def test_a_death_while_the_state_is_handed_over(tmp_path, wanted, monkeypatch, whom):
@@ -177,6 +181,7 @@ def dying(flag, patch):
     patch.setattr(transport, "Gloo", meet)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_a_death_while_workers_meet(wanted, tmp_path):
     """The others go on at once. They waited in torch until it gave up, which is after an hour here."""
@@ -190,6 +195,7 @@ def test_a_death_while_workers_meet(wanted, tmp_path):
     assert [incident.kind for incident in result.incidents][:1] == ["death"]
 
 
+@pytest.mark.long
 def test_a_death_in_an_evaluation(wanted):
     """It is done again by everybody, and the run goes on."""
     with norm_recipe().start(devices=["cpu"] * 2) as run:
@@ -203,6 +209,7 @@ def test_a_death_in_an_evaluation(wanted):
     assert (result.digest, result.loss_history) == wanted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", sample("brought to ranks", ["COMPUTING", "UPDATING", "half updated", "UPDATED"], 1))
 @pytest.mark.parametrize("whom", [(1,), (0, 1)])
 def test_batches_that_the_caller_brought(tmp_path, whom, place):

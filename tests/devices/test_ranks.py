@@ -51,6 +51,7 @@ def test_any_number_of_devices(name):
     assert trained(family.recipe(replicas, **changes), 3) == wanted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", sample("cuts", range(2, 10), 1))
 def test_any_cut(replicas):
     """However many replicas there are and wherever their blocks are cut, up to four devices."""
@@ -71,6 +72,7 @@ def test_resumed_on_other_devices(tmp_path):
     assert (result.digest, result.loss_history) == trained(recipe[3], 1)
 
 
+@pytest.mark.long
 def test_between_steps():
     """Evaluation, snapshots in memory and batches that the caller brings are those of one device."""
 
@@ -168,6 +170,7 @@ def test_wrong_options(name):
 READERS = [{"readers": 1}, {"readers": 3}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "given", [*READERS, {"workers": 2}, {"engine": "processes"}, {"engine": "processes", "workers": 2}]
 )
@@ -356,6 +359,7 @@ class Watching:
         )
 
 
+@pytest.mark.long
 def test_callbacks_named_losses_and_gradients():
     """Reports have the losses by name and the gradients that a callback asks for, to the bit; so has an average."""
 
@@ -395,6 +399,7 @@ AVERAGED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", slow(AVERAGED, "conv", "phases"))
 def test_averages_are_kept_by_workers(name):
@@ -424,6 +429,7 @@ def test_an_average_of_a_class_of_its_own():
     assert look(2) == look(1) != {name: value.tolist() for name, value in plain.items()}
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("first", "then"), cover("averages", [1, 2], [1, 2, 3]))
 def test_averages_go_on(tmp_path, first, then):
@@ -488,6 +494,7 @@ def test_weights_between_steps():
     assert look(2) == look(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_audits(share):
     """A replica that is computed again by another worker has the same gradient."""

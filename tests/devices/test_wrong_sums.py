@@ -181,6 +181,7 @@ def of_one_dtype(patch):
     patch.setattr(Update, "norm", alone)
 
 
+@pytest.mark.long
 def test_the_norm_of_several_dtypes_is_that_of_workers():
     """Clipped on CPUs named as devices, in workers and in one process, a run ends in the same digest and norms."""
 
@@ -216,6 +217,7 @@ def other_bits_on_one(patch):
     patch.setattr(flat.Flat, "total", flipped)
 
 
+@pytest.mark.long
 def test_a_mean_that_is_not_everybody_s():
     """Copies of the state would part unseen; the norm shows it before the update."""
     recipe = dataclasses.replace(MLP.recipe(4), make_model=Planted(MLP.make_model, other_bits_on_one))

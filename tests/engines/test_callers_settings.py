@@ -212,6 +212,7 @@ def test_an_array_that_is_changed_in_mid_run(rows, options):
             next(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", ENGINES, ids=NAMES)
 def test_data_that_is_left_alone(options):
     """Columns of any kind that nobody writes are not complained of, nor are those that change between runs."""

@@ -66,6 +66,7 @@ def write(file, text, **values):
     file.write_text(text.format(**values) + "#" * (old + 1))
 
 
+@pytest.mark.long
 def test_an_edit_after_a_recipe_was_made_does_not_reach_workers(folder):
     """A constant and a function are edited: workers use the old code, also in later runs, new code once reloaded."""
     write(folder / "loss_of_these.py", LOSS, factor=1.0, power=2)
@@ -80,6 +81,7 @@ def test_an_edit_after_a_recipe_was_made_does_not_reach_workers(folder):
     assert alone == several != old
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("edit", [{"factor": 1.0, "power": 4}, "def loss(", None])
 def test_an_edit_before_the_first_run_is_refused(folder, edit):
     """A file that no longer compiles to the functions in memory is named; changed back, or reloaded, it is run."""
@@ -121,6 +123,7 @@ def test_an_edited_module_that_another_imports(folder):
     assert alone == other != several
 
 
+@pytest.mark.long
 def test_a_package_that_was_edited_or_removed(folder):
     """Submodules and relative imports are found in the old package, also when its files are gone."""
     write(folder / "package_of_these" / "part.py", LOSS, factor=1.0, power=2)

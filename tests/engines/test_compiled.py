@@ -90,6 +90,7 @@ def test_chunks_of_an_evaluation():
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 def test_settings_of_the_compiler_are_the_callers_again():
     """Inside a run sizes are never made symbolic; afterwards the compiler's settings are as before."""
     import torch._dynamo.config as config

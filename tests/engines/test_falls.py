@@ -107,6 +107,7 @@ def test_a_death_after_a_snapshot_that_was_broken_off(tmp_path, wanted, monkeypa
     assert sprung(tmp_path) == 1
 
 
+@pytest.mark.long
 def test_deaths_in_a_replay(tmp_path, wanted):
     """A worker dies in its update, and another while that is made good again."""
     make_model = Trapped(conv_norm, tmp_path / "one", 1, 5, "half updated")
@@ -141,6 +142,7 @@ def test_deaths_while_the_state_is_taken_back(tmp_path, wanted, monkeypatch, who
     assert_same(result, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flipped", [False, True])
 def test_a_snapshot_in_memory_is_checked(tmp_path, wanted, monkeypatch, flipped):
     """A bit of it flips before it is needed: the run ends with an error that says so; without, it goes on."""
@@ -198,6 +200,7 @@ class Noting:
         return F.mse_loss(output.sum(1), target.float())
 
 
+@pytest.mark.long
 def test_only_the_dead_workers_replicas_are_computed_again(tmp_path):
     """Of six replicas on three workers, each is computed once, but for those of the worker that was ended.
 
@@ -440,6 +443,7 @@ class Spoiling(torch.optim.lr_scheduler.LambdaLR):
             self.optimizer.param_groups[0]["betas"] = None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_update_that_raises_is_undone(workers):
     """An update of torch's own optimizer raises in the middle: the run is over, but the state before it is there."""
@@ -456,6 +460,7 @@ def test_an_update_that_raises_is_undone(workers):
     assert_same(result, give(steps=LATER).train(engine="inline"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["UPDATING", "half updated"])
 def test_the_state_that_a_run_began_with_stays_the_callers(tmp_path, place):
     """A run that goes on from a directory loses a worker in its first update: what it began with is still there."""
@@ -479,6 +484,7 @@ def test_no_worker_is_late_under_a_debugger(monkeypatch):
     assert (silent, failures.Deadline().seconds()) == (600, math.inf)
 
 
+@pytest.mark.long
 def test_a_long_evaluation_does_not_count_as_hung(monkeypatch):
     """Each chunk takes less than the deadline, all of them more, by a clock that chunks move: nobody is ended."""
     now, last, expired = [0.0], [b""], failures.HangWatch.expired

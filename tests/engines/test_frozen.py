@@ -85,6 +85,7 @@ def same(one, other):
     return (one.digest, one.loss_history) == (other.digest, other.loss_history)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("scheduler", [None, Thawing])
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -94,6 +95,7 @@ def test_frozen_and_thawed_weights_have_the_bits_of_one_process(wanted, schedule
     assert wanted[None].digest != wanted[Thawing].digest
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("fault", ["never copied", "read too early"])
 def test_a_thawed_weight_that_is_not_moved_is_seen(monkeypatch, wanted, fault):
@@ -190,6 +192,7 @@ class Named(Adapted):
         self.own = Label("scales")
 
 
+@pytest.mark.long
 def test_what_the_caller_writes_stays_with_the_caller(wanted):
     """A looked-at model's frozen weights are the caller's: workers do not see what is written there."""
     with recipe().start(workers=2, engine="processes") as run:
@@ -308,6 +311,7 @@ def test_an_optimizer_from_elsewhere_may_write_what_is_frozen():
     assert results[0] == results[1]
 
 
+@pytest.mark.long
 def test_tied_and_flattened_weights():
     """A storage with one trained parameter is trained; a frozen one may hold several parameters, and views."""
 

@@ -85,6 +85,7 @@ def test_of_a_frozen_weight_a_model_may_keep_anything(what):
     assert facts(recipe(HELD["numpy"], frozen=True, seed=1).train(engine="inline")) != facts(alone)
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("what", HELD)
 def test_of_a_trained_weight_it_is_refused_by_name(what):
@@ -95,6 +96,7 @@ def test_of_a_trained_weight_it_is_refused_by_name(what):
         made.train(workers=2, engine="processes")
 
 
+@pytest.mark.long
 def test_the_advice_helps():
     """A tensor of the weight, of which forward makes an array: other values in each step, the same in each engine."""
 

@@ -64,6 +64,7 @@ def lone_channel():
     return nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(512, 3))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["array", "map", "class", "tensor"])
 def test_memory_layouts_of_a_lone_channel(form, tmp_path):
     """Gray pictures stored channels last: numpy forgets the stride of an axis of length 1, and convolutions look."""

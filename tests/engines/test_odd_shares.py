@@ -84,6 +84,7 @@ def spoilt(index):
     return x, FEATURES[1]
 
 
+@pytest.mark.long
 @few("not finite")
 @pytest.mark.parametrize(("index", "on_nonfinite"), cover("not finite", [0, 11, 19], ["skip", "ignore"]))
 def test_steps_that_are_not_finite(index, on_nonfinite, workers):

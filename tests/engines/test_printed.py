@@ -48,6 +48,7 @@ def lines_of(train):
     return collections.Counter(out.getvalue().splitlines())
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("workers", "length", "callbacks"),
@@ -128,6 +129,7 @@ def warning_loss(output, target):
     return F.mse_loss(output, target)
 
 
+@pytest.mark.long
 def test_a_warning_of_all_workers_is_shown_once():
     """The caller's process shows it as its own, once, with the line of user code, and pytest.warns sees it."""
     with pytest.warns(UserWarning, match="an odd target") as seen:
@@ -202,6 +204,7 @@ class Unreadable(io.StringIO):
     encoding = "utf-8"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), ValueError("closed")]
 )

@@ -73,6 +73,7 @@ def moved(before, after):
     return {name.partition(".")[0] for name, value in after.items() if not torch.equal(value, before[name])}
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_end_in_the_same_bits(workers):
@@ -158,6 +159,7 @@ def test_a_chain_without_them_is_noticed(tmp_path, monkeypatch):
     assert f"step {AT} differs" in verify(over(), tmp_path, progress=False).text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_model_to_look_at_says_what_is_trained(workers):
     """``run.model`` follows the run, and the run goes on."""

@@ -67,6 +67,7 @@ def test_families_with_any_number_of_workers(name, workers):
     same(recipe, workers)
 
 
+@pytest.mark.long
 @two_or_three("optimizers")
 @pytest.mark.parametrize("name", sample("optimizers", [*OPTIMIZERS, "muon_and_adamw"], 4))
 def test_optimizers(name, workers):
@@ -89,6 +90,7 @@ def test_schedulers(name, workers):
     same(MLP.recipe(3, steps=6, optimizer=OPTIMIZERS["sgd_nesterov"], scheduler=SCHEDULERS[name]), workers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sample("data", DATA, 3))
 def test_data(name):
     """Every kind of data reaches workers as it is, and is evaluated there after each epoch too."""
@@ -138,6 +140,7 @@ def test_a_weighted_metric(workers):
 CLIPPED = ["mlp", "partly_unused", "mixed_dtypes", "tied", "odd_tensors", "shared_grad"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "max_norm", "workers"), sample("clipping", itertools.product(CLIPPED, (0.05, 1e6), (2, 3)), 3)
 )
@@ -146,6 +149,7 @@ def test_clipping(name, max_norm, workers):
     same(FAMILIES[name].recipe(5, max_norm=max_norm), workers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "workers"), cover("seeds", [1, 2**64 - 1], (2, 3)))
 def test_seeds(seed, workers):
     """Dropout, sample order and the model's own numbers follow from the seed, in any worker."""
@@ -170,6 +174,7 @@ def test_unshuffled(workers):
 # Runs that are held.
 
 
+@pytest.mark.long
 @few("held reports")
 @pytest.mark.parametrize("name", sample("held reports", ["counting", "transformer", "two_groups"], 1))
 def test_the_state_while_you_hold_a_report(name, workers):
@@ -193,6 +198,7 @@ def held(recipe, **options):
             yield before.digest, tuple(report[:6]), value.hex()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("looks", sample("looks", [{0}, {1}, {4}, {0, 5}, {1, 2, 5}, set(range(6))], 2))
 def test_looking_at_any_steps(looks):
     """Taking results and evaluating after some steps and not after others gives the same states, and the same end."""
@@ -247,6 +253,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "workers"), sample("brought batches", itertools.product(BATCHES, FEW), 3))
 def test_brought_batches(kind, workers):
     """Batches of any form and any size, growing and shrinking, are dealt to workers as inline."""
@@ -327,6 +334,7 @@ class Late(nn.Module):
             (self.replace if number % 2 else self.halve)(parameter)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["hooks", "end"])
 def test_gradients_that_are_changed_late(way):
     """What user code does to gradients after they have been computed is done before workers exchange them."""
@@ -367,6 +375,7 @@ def placed(recipe, blocks):
     return answer(digest, engine.progress.loss_history, [(recipe.plan.steps, value, "metric")])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placement", sample("placements", PLACEMENTS, 2))
 @pytest.mark.parametrize("name", sample("placements", ["mlp", "counting", "partly_unused", "masked_tokens"], 1))
 def test_any_placement(name, placement):

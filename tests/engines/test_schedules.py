@@ -174,6 +174,7 @@ def test_an_automatic_run_draws_on(monkeypatch):
     assert result.digest == wanted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "half"), sample("resumed schedules", itertools.product(CASES, [2, 4, 6]), 1))
 def test_a_resumed_run_goes_on_alike(tmp_path, name, half):
     """A run that goes on from a snapshot has the groups, flags and rates that it had there."""

@@ -127,6 +127,7 @@ def test_devices(wanted):
     assert compare(seen_by(Happens(**FREEZE), devices=["cpu", "cpu"]), wanted[True]) == []
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("fault", ["stale", "average"])
 def test_what_is_seen_beside_the_digest(monkeypatch, wanted, fault):

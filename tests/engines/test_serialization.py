@@ -722,6 +722,7 @@ gc.collect()
 """
 
 
+@pytest.mark.long
 def test_what_was_packed_when_ctrl_c_came_is_collected():
     """A run whose start or evaluation Ctrl-C broke off ended the process when Python collected what that had packed."""
     command = [sys.executable, "-c", BROKEN_OFF]

@@ -44,6 +44,7 @@ def test_once_it_is_woken_and_then_it_is_replaced(tmp_path, wanted, place, times
     assert all("stopped again" in each.why for each in result.incidents if each.kind == "death")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asks", ["result", "step"])
 def test_it_is_stopped_while_nothing_is_done(asks, capfd):
     """Between two steps: ``result()`` and the next step wait for it, and say that it was woken."""
@@ -111,6 +112,7 @@ def test_whoever_stops_the_caller_too_strikes_nobody(wanted, caller):
     assert ("death" in incidents) == (not caller)
 
 
+@pytest.mark.long
 def test_who_is_in_a_debugger_is_left_alone(monkeypatch):
     """The kernel's letter is t, not T: it stays stopped until the debugger lets it go on."""
     found = []

@@ -245,6 +245,7 @@ def starting_loss(folder):
     return loss_fn
 
 
+@pytest.mark.long
 def test_programs_end_with_the_run(tag, tmp_path):
     """What user code started in workers is gone after the run; a program of the caller's own is not."""
     own = subprocess.Popen([sys.executable, "-c", STARTED])

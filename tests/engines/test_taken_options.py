@@ -45,6 +45,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("optimizer", TENSORS)
 def test_options_that_are_tensors(optimizer):
@@ -90,6 +91,7 @@ class Once(Gradual):
 TOLD = pytest.mark.filterwarnings("ignore:requires_grad of 'body.weight' was changed in forward")
 
 
+@pytest.mark.long
 @TOLD
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("make_model", [Gradual, Thawed, Once])

@@ -97,6 +97,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sample("errors of users", ERRORS, 2))
 def test_the_cause_is_of_the_users_own_class(kind):
     """``except`` and ``isinstance`` work on the cause: it has the class, text and attributes of what was raised."""
@@ -112,6 +113,7 @@ def test_the_cause_is_of_the_users_own_class(kind):
         assert several.__cause__.__dict__.items() >= vars(ERRORS[kind]()).items()
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["attribute", "argument"])
 def test_an_error_that_cannot_travel_is_told_by_name_and_text(kind):
@@ -167,6 +169,7 @@ def failing_once(path):
     return explode
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("place", sample("going on after an error", PLACES, 3))
 def test_a_run_goes_on_after_an_error(place, tmp_path):
@@ -185,6 +188,7 @@ def test_a_run_goes_on_after_an_error(place, tmp_path):
     assert caught.value.result.digest == kept
 
 
+@pytest.mark.long
 def test_an_error_far_ahead_of_the_caller_is_raised_in_its_step(tmp_path):
     """Where nobody watches, workers run ahead; reports and state up to the failing step are those of inline."""
     changes = {**failing_at("loss", raising(lambda: KeyError("x"))), "steps": 40}
@@ -195,6 +199,7 @@ def test_an_error_far_ahead_of_the_caller_is_raised_in_its_step(tmp_path):
     assert seen == list(range(FAILING))
 
 
+@pytest.mark.long
 def test_an_error_on_a_brought_batch_names_positions_in_the_batch():
     """Where the caller brings the batch, samples are counted from its start, and the next batch works."""
     x, y = X[:16].copy(), Y[:16].copy()
@@ -236,6 +241,7 @@ def bad_value(kind):
     return {"data": marked(1, 3, x=None, y=float(kind))}
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "workers"), cover("values not finite", ["nan", "inf", "gradient"], [2, 3]))
 def test_a_value_that_is_not_finite_is_told_as_inline(kind, workers):
@@ -246,6 +252,7 @@ def test_a_value_that_is_not_finite_is_told_as_inline(kind, workers):
     assert_same(several, inline_error(**bad_value(kind)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "choice"), cover("skip and ignore", ["nan", "inf", "gradient"], ["skip", "ignore"]))
 def test_skip_and_ignore_do_as_inline(kind, choice):
     """With on_nonfinite='skip' and 'ignore' the digests agree."""
@@ -342,6 +349,7 @@ class FailingAtLast(torch.optim.lr_scheduler.LambdaLR):
             raise ZeroDivisionError("bias correction")
 
 
+@pytest.mark.long
 def test_an_error_in_the_schedule_of_the_last_step_is_told_as_inline():
     """No error is lost because it comes after the last report."""
     assert_same(workers_error(scheduler=FailingAtLast), inline_error(scheduler=FailingAtLast))
@@ -350,6 +358,7 @@ def test_an_error_in_the_schedule_of_the_last_step_is_told_as_inline():
 # The start
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_made_in_a_worker():
     """make_model raises only in workers: the error is the user's, names the worker, and the next run works."""
     home = os.getpid()
@@ -386,6 +395,7 @@ def test_another_model_in_a_worker_is_refused():
 # Evaluation
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", sample("errors in a metric", [2, 3], 1))
 def test_an_error_in_a_metric_arrives_as_inline(workers):
     """A WorkerError from the user's exception, with the samples of the first failing chunk; the run goes on."""

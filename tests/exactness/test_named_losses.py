@@ -57,6 +57,7 @@ def planted(*values):
     return phalanx.Recipe(lambda: nn.Linear(1, 1), data, loss_fn, replicas=4, batch_size=4, steps=1, shuffle=False)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changes", [{}, {"micro_batches": 2}, {"batch_size": 3}, {"replicas": 3}], ids=["plain", "micro", "empty", "three"]
@@ -132,6 +133,7 @@ def test_a_worker_that_dies(tmp_path, place):
     assert sprung(tmp_path) == 1
 
 
+@pytest.mark.long
 def test_runs_that_go_on(tmp_path):
     """A run that was stopped, or killed, goes on with the same named losses; logs, pages and the chain know them."""
     wanted, digest = seen(recipe(), run_dir=tmp_path / "whole", snapshot_every=2)
@@ -177,6 +179,7 @@ def test_phases(tmp_path):
     assert "loss/by2/double" in one[2].splitlines()[0]
 
 
+@pytest.mark.long
 def test_weighted_losses_and_outputs():
     """``phalanx.weighted`` takes such a loss; a dict with more than numbers, or of a class, is a model's output."""
     counted = phalanx.weighted(parts_of, lambda output, target: (target > 0).sum())

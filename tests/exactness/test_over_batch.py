@@ -370,6 +370,7 @@ def scaled(model, output, target):
     return (model.scale * output @ output.T).logsumexp(1).mean()
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["checkpointed", "noisy", "writing", "accumulated"])
 def test_what_happens_in_a_backward_pass(kind):

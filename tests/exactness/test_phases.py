@@ -198,6 +198,7 @@ def test_one_key_for_all_phases_is_noticed():
     assert trained(recipe())[0] != answer(recipe(), "one_key")[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["swapped", "other_every", "one_phase"])
 def test_the_phases_are_the_answer(fault):
     """Their order, how often each is done, and leaving one out change the bits."""
@@ -231,6 +232,7 @@ def kill(run, number):
             os.kill(pids[number], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_resumes(tmp_path):
     """A run goes on from a snapshot as if it had not stopped, to the same digest, losses and chain."""
     whole = recipe("seldom", steps=9).train(run_dir=tmp_path / "whole", engine="inline", snapshot_every=2)
@@ -245,6 +247,7 @@ def test_resumes(tmp_path):
         recipe("gan", steps=12).train(run_dir=tmp_path / "parts", engine="inline")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gan", "actor_critic"])
 def test_devices(kind):
     """Devices of one process have the bits of one."""
@@ -364,6 +367,7 @@ def test_it_is_broken_off_between_two_phases():
         assert run.result().digest == trained(recipe())[0]
 
 
+@pytest.mark.long
 def test_micro_batches_and_clipping():
     """Phases compute in parts, and each one's gradient is clipped, as steps do and are."""
     both = recipe(batch_size=12, micro_batches=2, max_norm=0.1, drop_last=True)

@@ -229,6 +229,7 @@ class Different:
         return loss * os.getpid() if self.what == "loss" else loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"engine": "inline"}, {"workers": 2}])
 def test_state_in_python(options):
     """A loss that keeps state in Python is refused by name, as it would differ after a resume."""

@@ -82,6 +82,7 @@ def reading(model, batch):
     return nn.functional.cross_entropy(model.body(x), y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize(("first", "every"), [(True, 1), (False, 1), (True, 3)], ids=["first", "second", "seldom"])
 def test_a_queue_in_one_phase_is_refused(first, every, options):
@@ -258,6 +259,7 @@ def test_a_write_in_an_evaluation_has_a_way_out(replicas):
         recipe(lambda: Decaying("trained")).train(engine="inline")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["", "empty", "back"])
 def test_modules_may_come(kind):
     """Modules without parameters may come, and a parameter that is put back stays what it was."""

@@ -260,6 +260,7 @@ SOUND = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("name", SOUND)
 def test_nothing_else_is_found(name):
@@ -296,6 +297,7 @@ def count_in_step(step, model, batch):
     return model(batch[0]) * (CALLS[0] if phalanx.current_step() == step else 1)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:going on with another recipe")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_step_after_a_resume(tmp_path, way):
@@ -367,6 +369,7 @@ def test_what_the_first_call_leaves_is_found(name, workers):
     assert caught.value.result.steps == 0
 
 
+@pytest.mark.long
 def test_a_table_of_the_first_call_is_no_reason():
     """What the first call makes of no sample is the same in every worker: one digest."""
     kept = recipe(functools.partial(FirstScale, "none"))
@@ -439,6 +442,7 @@ def stepped_loss(output, target):
     return F.cross_entropy(output, target) / (1 + phalanx.current_step())
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options", [{"engine": "inline"}, {"workers": 2}, {"workers": 2, "readers": 1}, {"workers": 3}]

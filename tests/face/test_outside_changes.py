@@ -384,6 +384,7 @@ def collated(samples):
     return x + phalanx.current_epoch(), y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"workers": 2}, {"workers": 2, "readers": 1}, {}], ids=str)
 def test_the_current_epoch(options):
     """It is the plan's in datasets, collate_fn and losses, whoever calls them; the advice of the refusal works."""

@@ -614,6 +614,7 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys, tmp_path):
     assert [line.endswith(" left") for line in lines] == [True, True, False]
 
 
+@pytest.mark.long
 def test_a_run_killed_before_its_first_snapshot_says_that_it_begins_anew(capsys, tmp_path):
     """Where only the snapshot of step 0 is there, the same call says that it begins anew."""
     recipe().start(run_dir=tmp_path).close()  # what such a kill leaves, without its log

@@ -322,6 +322,7 @@ class Labelled(np.ndarray):
         return super().__getitem__(key)
 
 
+@pytest.mark.long
 def test_a_column_with_labels():
     """Rows of a large column are looked at by position, when it is seen whether the data was changed."""
     x = np.random.default_rng(0).random((9000, 8), dtype=np.float32)

@@ -243,6 +243,7 @@ def test_torchrun_goes_on_with_the_hosts_that_are_left(tmp_path):
 # Without a network.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2, 5, 8, 13])
 def test_blocks_of_hosts(replicas):
     """Hosts and their workers share all replicas, each once, in order; sums of hosts fold to the sum of all."""

@@ -302,6 +302,7 @@ def test_whatever_comes_nobody_ends(member, count):
     assert all(not each.joining and not each.left for each in both)
 
 
+@pytest.mark.long
 def test_one_datagram_ends_nothing(member):
     """Each malformed message that once ended a run, sent by somebody who can make the key."""
     one = member(0, seconds=30.0)
@@ -344,6 +345,7 @@ def challenged(stranger, members, to):
     return found[0]["say"]["proof"]
 
 
+@pytest.mark.long
 def test_who_wants_to_join_has_to_be_where_it_says(member):
     """A join without what was sent to its place is no news, and is answered with one datagram; with it, it is."""
     both = pair_of(member)
@@ -362,6 +364,7 @@ def test_who_wants_to_join_has_to_be_where_it_says(member):
     assert both[0].joining[2]["place"] == stranger.place
 
 
+@pytest.mark.long
 def test_who_lives_is_not_replaced(member):
     """A join for the rank of a member that is heard is no news, with all that a newcomer can show."""
     both = pair_of(member)

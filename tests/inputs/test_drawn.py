@@ -130,6 +130,7 @@ def test_the_loop_by_hand(kind):
     assert answer(over(**kind, seed=1))[0] != answer(recipe)[0]
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @kinds
 @pytest.mark.parametrize("place", [{"workers": 2}, {"engine": "inline", "readers": 2}], ids=str)

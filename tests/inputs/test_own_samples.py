@@ -140,6 +140,7 @@ def by_numpy(count):
     return torch.tensor(np.random.rand(count))
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @BY_INDEX
 @pytest.mark.parametrize("dataset", [Caching, CachingParts, lambda: Caching(by_numpy)])

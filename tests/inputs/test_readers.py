@@ -78,6 +78,7 @@ def expected():
     return over(InOrder()).train(engine="inline", readers=0)
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("readers", [1, 2, 4, "auto"])
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
@@ -87,6 +88,7 @@ def test_any_number_of_readers(workers, readers, expected):
     assert_same(over(Slow()).train(readers=readers, **options), expected)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changes",
@@ -168,6 +170,7 @@ def test_what_is_taken_lies_as_arrays_do(memory):
         assert np.frombuffer(memory.take(step, 0), np.uint8).ctypes.data % 64 == 0
 
 
+@pytest.mark.long
 def test_readers_read(monkeypatch):
     """What readers have read is taken, and not read again by those who compute."""
     opened, read, made = [], [], over(Slow(), epochs=20)

@@ -125,6 +125,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("alone", [False, True], ids=["collate_fn", "batch_size=None"])

@@ -78,6 +78,7 @@ def test_the_order_is_that_on_paper(seen, shards, replicas, batch):
     assert sorted(came) == [(shard, number) for shard in range(shards) for number in range(SIZES[shard])]
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_and_readers_decide_nothing(kind):
@@ -89,6 +90,7 @@ def test_workers_and_readers_decide_nothing(kind):
             assert_same(made.train(**way), expected)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_anywhere_with_anything(kind, tmp_path):
@@ -103,6 +105,7 @@ def test_a_run_goes_on_anywhere_with_anything(kind, tmp_path):
         assert (result.chain, result.resumed_from) == (expected.chain, step)
 
 
+@pytest.mark.long
 def test_little_is_read_again(tmp_path, monkeypatch):
     """A reader that tells its place reads on there; the others of an epoch are read from its beginning."""
     monkeypatch.setitem(globals(), "SIZES", SIZES)
@@ -160,6 +163,7 @@ def elsewhere(self, mark, state, shown):
 read_from = Line._read_from
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("owner", "name", "plant", "noticed"),
     [(passes.Reading, "mark", late, True), (Line, "_read_from", elsewhere, False)],
@@ -198,6 +202,7 @@ class Dying:
         os.kill(os.getpid(), self.how)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, None, signal.SIGSTOP], ids=["killed", "hangs", "stopped"])
 def test_a_process_that_reads_is_replaced(how, tmp_path, monkeypatch):
@@ -209,6 +214,7 @@ def test_a_process_that_reads_is_replaced(how, tmp_path, monkeypatch):
     assert_same(sharded(rows_of, epochs=1).train(engine="inline"), result)
 
 
+@pytest.mark.long
 def test_processes_that_end_again_and_again_are_given_up(tmp_path):
     """Then this process reads, with a warning, and the bits are the same."""
     made = sharded(Dying(tmp_path, signal.SIGKILL, times=1000), epochs=1)
@@ -379,6 +385,7 @@ def named(output, target):
     return {"loss": loss, "half": loss / 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{"loss_over": "batch"}, {"loss_fn": named}], ids=["over the batch", "named"])
 def test_replica_0_may_have_no_more(changes):
     """A share of replica 0 may be empty: another one then has the loss of the batch, and the names of losses."""
@@ -445,6 +452,7 @@ class Loses:
         yield from map(sample, held)
 
 
+@pytest.mark.long
 def test_a_process_that_is_replaced_loses_nothing(tmp_path):
     """A state that leads elsewhere is noticed where another process goes on from it, as in a run that is resumed."""
     made = sharded(functools.partial(Loses, tmp_path, os.getpid()), 4, replicas=2, epochs=1)
@@ -455,6 +463,7 @@ def test_a_process_that_is_replaced_loses_nothing(tmp_path):
     assert_same(result, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", [20, 40])
 def test_samples_that_are_others_when_read_again_are_refused(where):
     """A process that goes on for another finds other samples than the caller has had: the run says so, and ends."""
@@ -470,6 +479,7 @@ def test_samples_that_are_others_when_read_again_are_refused(where):
         sharded(rows, 4, replicas=2, epochs=1).train(engine="inline", readers=2)
 
 
+@pytest.mark.long
 def test_a_shard_that_kills_is_given_up_beside_endless_ones():
     """That other shards of the process are read on each time does not count: it would go on for ever."""
     home = os.getpid()

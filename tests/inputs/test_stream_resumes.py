@@ -25,6 +25,7 @@ def interrupted(kind, step, folder, **options):
     return recipe(**kind, steps=STEPS).train(engine="inline", run_dir=folder, **options)
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_step(kind, tmp_path):

@@ -41,6 +41,7 @@ def test_a_stream_is_the_loop_by_hand(replicas):
     assert recipe(replicas=replicas, buffer=4).train(engine="inline").digest != result.digest
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("changes", [{}, {"buffer": 10}, {"make_iterable": shuffled, "drop_last": True}])
 def test_any_number_of_workers(changes):

@@ -109,6 +109,7 @@ def test_cross_validation():
     assert np.array_equal(*scores)
 
 
+@pytest.mark.long
 def test_data_of_any_form_is_the_same_data():
     """float64, float32, Fortran order, lists, objects, frames and classes with names end in the same bits."""
     due = digest(quick())
@@ -145,6 +146,7 @@ def test_shapes_of_a_regressor():
     assert shapes == [(150,), (150, 1), (150, 3)]
 
 
+@pytest.mark.long
 def test_weights():
     """Weights decide the mean of a batch, over any R; a sample of weight 0 is as if it were not there."""
     zeros = np.arange(150) % 2
@@ -215,6 +217,7 @@ def test_seeds():
     assert digest(quick(random_state=np.random.RandomState(0))) == drawn[0]
 
 
+@pytest.mark.long
 def test_copies(tmp_path):
     """A clone, a pickle and a file of joblib's predict, and fit again, as the original; a lambda cannot be pickled."""
     one = quick(batch_size=16).fit(X, Y)

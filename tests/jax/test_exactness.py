@@ -57,6 +57,7 @@ def test_optimizers(name):
     assert trained(recipe) == answer(recipe)
 
 
+@pytest.mark.long
 def test_a_factory_of_an_optimizer():
     """A function that returns the transformation gives the same as the transformation."""
     made = MLP.recipe(2, optimizer=functools.partial(optax.sgd, 0.1))
@@ -80,6 +81,7 @@ def test_faults_in_the_loop(fault):
     assert trained(recipe)[0] == right != wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("convert", sample("jax columns", [jnp.asarray, torch.from_numpy], 1))
 def test_columns_of_other_kinds(convert):
     """Columns of jax or torch give the bits of the same numbers in numpy."""
@@ -146,6 +148,7 @@ def test_what_is_looked_at_is_the_callers_own(options):
         assert run.result().digest == trained(MLP.recipe(2))[0]
 
 
+@pytest.mark.long
 def test_one_bit_changes_the_digest():
     """One bit of a parameter or of the optimizer's state, or the step, changes the digest."""
     params, state, _ = folded(MLP.recipe(2, optimizer=optax.adam(0.1)), 2)
@@ -158,6 +161,7 @@ def test_one_bit_changes_the_digest():
     assert phalanx.digest(params, state, 2) == before
 
 
+@pytest.mark.long
 def test_it_is_compiled_once_per_shape():
     """Three steps with shares of one shape trace the model once, whatever the schedule's rate."""
     traced = []

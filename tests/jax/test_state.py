@@ -99,6 +99,7 @@ def test_by_hand(replicas):
     assert trained(recipe(replicas)) == answer(recipe(replicas))
 
 
+@pytest.mark.long
 def test_a_fault_is_noticed():
     """Statistics of the first replica alone end in other bits."""
     assert trained(recipe())[0] != answer(recipe(), "first")[0]
@@ -135,6 +136,7 @@ def test_what_a_result_has():
     assert np.allclose(result.predict(FEATURES), expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_best_and_what_is_saved_have_the_state(tmp_path):
     """``SaveBest``, ``result.save`` and a warm start have the running statistics, too."""
     x, y = FEATURES
@@ -151,6 +153,7 @@ def test_the_best_and_what_is_saved_have_the_state(tmp_path):
     assert recipe(steps=0).train(engine="inline", warm_start=result.best).digest
 
 
+@pytest.mark.long
 def test_refused():
     """A model without a state, an output without one, another form, and several devices are told by name."""
     with pytest.raises(phalanx.UsageError, match=r"return \(params, state\)"):

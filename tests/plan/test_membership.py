@@ -127,6 +127,7 @@ class Hasty(Agreement):
         return super()._accepted_by(sender, message)
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", [Forgets, Obeys, Insists, Hasty])
 def test_faults_are_found(kind):
@@ -161,6 +162,7 @@ def claiming(fair):
     return make
 
 
+@pytest.mark.long
 def test_the_half_that_is_first():
     """Of two halves that see one directory only one goes on; without the directory both do, which is found."""
     assert differing(claiming(True), sizes=(2, 4)) == 0
@@ -184,6 +186,7 @@ def test_a_claim_is_made_in_the_mark(tmp_path):
     assert first(tmp_path / "world-7" / "0", "2 3") == ""
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_all_who_live_agree_in_the_end(size):

@@ -89,6 +89,7 @@ def test_an_audit_changes_no_bit_in_workers(name):
         assert (result.digest, list(result.incidents)) == (right.digest, [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 4])
 def test_replicas_without_samples_audit_and_are_not_audited(workers):
     """The last batch of an epoch has one sample: workers without any compute that one again, and nothing differs."""
@@ -270,6 +271,7 @@ def test_shares_that_are_none(value):
         mlp().train(audit=1.0, on_corruption="stop")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2, "auto"])
 def test_a_result_says_how_many_steps_were_audited(tmp_path, workers):
     """As many as the seed draws of those that were done since a resume; none without an audit."""

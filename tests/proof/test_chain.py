@@ -142,6 +142,7 @@ def spoiled(path, how):
     return path.read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["a byte", "its last line is missing", "the header", "nothing is left"])
 def test_a_chain_that_cannot_be_read_is_kept(tmp_path, how):
     """Whatever became of the newest link: the file is set aside, the root is right, and verify says what is missing."""

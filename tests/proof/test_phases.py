@@ -18,6 +18,7 @@ def changed(job, **fields):
     return phalanx.Recipe(**given | fields)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", [{"engine": "inline"}, {"engine": "processes", "workers": 2}], ids=str)
@@ -71,6 +72,7 @@ def failing():
     return changed(job, phases=[critic, dataclasses.replace(actor, loss_fn=failing_loss)])
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_verified(tmp_path, kind):
@@ -86,6 +88,7 @@ def test_a_run_is_verified(tmp_path, kind):
     assert found.status == 1, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", [None, "critic", "actor"])
 def test_a_phase_is_replayed(tmp_path, phase):
     """Gradients of any phase, from a snapshot or from the beginning, are those that its update took: the mean of all.
@@ -119,6 +122,7 @@ def test_a_failure_is_raised_again(tmp_path, place):
         assert isinstance(again.value.__cause__, ArithmeticError)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["critic", "actor"])
 def test_two_runs_that_differ_in_a_phase(tmp_path, phase):
     """``diff`` names the step, the phase, the replica and what differs first in it; two runs alike are the same."""

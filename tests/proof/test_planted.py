@@ -36,6 +36,7 @@ def changed(tensor, sample, value):
     return copy
 
 
+@pytest.mark.long
 def test_1_one_sample_changed(tmp_path):
     """The step and replica that the sample is dealt to, its column, and how many of its elements."""
     one = recipe()
@@ -45,6 +46,7 @@ def test_1_one_sample_changed(tmp_path):
     assert list(found.fields) == ["data"]
 
 
+@pytest.mark.long
 def test_2_one_label_changed(tmp_path):
     """The same for a label."""
     one = recipe()
@@ -65,6 +67,7 @@ def test_3_data_that_was_float64_once(tmp_path):
     assert "data" in found.fields
 
 
+@pytest.mark.long
 def test_4_another_seed(tmp_path):
     """The field, the first step and share; the model is made differently already."""
     found = apart(tmp_path, recipe(), recipe(seed=1))
@@ -72,6 +75,7 @@ def test_4_another_seed(tmp_path):
     assert found.fields == {"seed": f"seed is 0 in {tmp_path / 'a'}, and 1 in {tmp_path / 'b'}"}
 
 
+@pytest.mark.long
 def test_5_the_rate_is_off_at_step_57_only(tmp_path):
     """A schedule that doubles the rate once: that step's update, and the scheduler."""
 
@@ -93,6 +97,7 @@ def test_5_the_rate_is_off_at_step_57_only(tmp_path):
     assert where.startswith(f"{tmp_path / 'a'} and {tmp_path / 'b'} differ first in step 57: update")
 
 
+@pytest.mark.long
 def test_6_another_momentum_of_a_batchnorm(tmp_path):
     """No loss of the run differs, as batch statistics are used; the buffer does from the first step on."""
     found = apart(tmp_path, recipe(), recipe(make_model=functools.partial(Net, momentum=0.2)))
@@ -163,6 +168,7 @@ def test_8_and_17_sets_and_process_ids(tmp_path, name, where):
     assert done.returncode == (1 if where else 0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:loss_fn comes to something else")  # it weighs places
 def test_9_another_order_in_collate(tmp_path):
     """The batch of the first replica, before anything is computed."""
@@ -182,6 +188,7 @@ def test_9_another_order_in_collate(tmp_path):
     assert list(found.fields) == ["collate_fn"]
 
 
+@pytest.mark.long
 def test_10_another_group_of_weight_decay(tmp_path):
     """The first parameter that is decayed on one side only, in the first update."""
 
@@ -207,6 +214,7 @@ def nudged(named):
     return optimizer
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:the optimizer is not one of torch's own")
 def test_11_a_fused_optimizer(tmp_path):
     """Fused SGD is named, and parts in an update if it rounds otherwise; one that surely does parts in the first."""
@@ -221,6 +229,7 @@ def test_11_a_fused_optimizer(tmp_path):
     assert (other.elements, other.ulp) == (1, 1)
 
 
+@pytest.mark.long
 def test_12_threads(tmp_path):
     """A forward pass that goes by the number of threads, as kernels may."""
     one, other = (recipe(make_model=functools.partial(Circumstances, 5, 3), threads=threads) for threads in (1, 2))
@@ -304,6 +313,7 @@ def in_gradient(tmp_path):
     return Fault("gradient", str(tmp_path / "pid"), 3 + 41 * REPLICAS + 2).planted()
 
 
+@pytest.mark.long
 def test_14_a_bit_in_a_gradient(tmp_path):
     """The recipes are the same, so recomputing finds nothing; the links say which step, the states which tensor."""
     one = recipe()
@@ -328,6 +338,7 @@ def test_14_an_audit_names_the_replica(tmp_path, monkeypatch):
     assert caught.value.result.digest == right.digest
 
 
+@pytest.mark.long
 def test_15_a_bit_in_a_weight(tmp_path):
     """The first state that differs is the one after the step in which the bit flipped, in one element."""
     one = recipe(steps=30)
@@ -357,6 +368,7 @@ def test_16_an_operation_that_is_nondeterministic():
     assert "in step 0: forward pass of replica 0, aten.uniform_.default" in found.told
 
 
+@pytest.mark.long
 def test_17_the_time_in_the_loss():
     """Check names the operation of the loss, and its line."""
     import time

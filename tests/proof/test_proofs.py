@@ -19,6 +19,7 @@ from tests.proof.faults import Fault
 from tests.proof.jobs import Net, X, Y, mlp, ran, recipe
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"steps": (3, 7)}])
 def test_a_run_is_what_it_says(tmp_path, options):
     """Whole, in two workers, or a part: what is computed again has the run's links."""
@@ -101,6 +102,7 @@ def test_what_cannot_be_checked(tmp_path):
         phalanx.verify(job, ran(tmp_path / "b", job), steps=(2, 9))
 
 
+@pytest.mark.long
 def test_a_certificate(tmp_path):
     """It holds for the recipe and data of the run, trained again, and for no other recipe, data, or text of its own."""
     job = recipe(steps=4)

@@ -51,6 +51,7 @@ def test_sides_that_have_nothing_in_common_are_not_the_same(tmp_path, run):
                 phalanx.diff(*pair)
 
 
+@pytest.mark.long
 def test_what_is_in_common_is_still_compared(tmp_path, run):
     """A snapshot with its run, a chain that was cut but has the same snapshots, and a run with a longer one."""
     folder, _ = run
@@ -128,6 +129,7 @@ def sharper(output, target):
     return 2.0 * torch.nn.functional.cross_entropy(output, target)
 
 
+@pytest.mark.long
 def test_code_that_reads_differently_is_judged_by_what_it_computes(run):
     """The same loss in other words verifies; another one cannot tell of the run, and replay warns of it."""
     folder, job = run
@@ -166,6 +168,7 @@ def test_replay_names_a_loss_that_the_run_did_not_have(tmp_path):
 ODD = [None, -1, 3.5, 1e400, "x", "", [], {}, True, 10**30, [[]]]
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("place", ["header", "link", "run", "state", "snapshot", "event"])
 def test_values_that_nobody_wrote(tmp_path, run, place):
@@ -206,6 +209,7 @@ recipe = phalanx.Recipe(lambda: torch.nn.Linear(2, 3), (x, torch.arange(40) % 3)
 """
 
 
+@pytest.mark.long
 def test_what_cannot_be_written_is_said_in_a_sentence(tmp_path, monkeypatch):
     """A certificate and a picture go where they can be written, or the option is named."""
     monkeypatch.chdir(tmp_path)
@@ -222,6 +226,7 @@ def test_what_cannot_be_written_is_said_in_a_sentence(tmp_path, monkeypatch):
         assert f"{option} is " in f"{done.exception} {done.output}"
 
 
+@pytest.mark.long
 def test_a_file_in_a_folder_with_a_colon(tmp_path):
     """The name of a recipe is what follows the last colon, if it can be a name."""
     folder = tmp_path / "at 12:30"
@@ -249,6 +254,7 @@ class Freezing:
             self.run.freeze(*self.names)
 
 
+@pytest.mark.long
 def test_what_was_frozen_is_named(tmp_path):
     """Where runs differ in what was frozen, diff says so; where they froze the same, or after the end, it does not."""
     job, folders = recipe(steps=6), {}

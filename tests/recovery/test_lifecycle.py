@@ -419,6 +419,7 @@ def copies_carried_out(seeds=4000):
     return set(taken)
 
 
+@pytest.mark.long
 def test_copies_lead_back_to_the_last_finished_step():
     """While one worker lives nothing is lost, and no step is done again; with all of them the snapshot counts."""
     assert copies_carried_out() == {

@@ -21,6 +21,7 @@ def test_right_value(report, tmp_path):
     check(report.program(), tmp_path / "run", report.close)
 
 
+@pytest.mark.long
 def test_a_mean_of_means_is_no_right_value(tmp_path):
     """Negative twin: what the reports complain of is farther from the right value than rounding."""
 

@@ -84,6 +84,7 @@ def test_a_run_in_a_directory_says_where_it_went_on(here, recipe_file):
     assert kinds == ["start", "step", "step", "end", "resume", "end", "resume", "step", "step", "step", "end"]
 
 
+@pytest.mark.long
 def test_resume_readers_and_audit_are_those_of_train(here, recipe_file):
     """--resume no refuses a run that is there, anyway goes on with another recipe; audits keep the digest."""
     folder, command = recipe_file.parent, ("train", "job.py:other", "--quiet", "--run-dir")
@@ -136,6 +137,7 @@ def test_an_argument_written_as_an_option_gets_a_hint(here, recipe_file):
     assert "written without dashes, as in lr=0.1" in " ".join(done.stderr.split())
 
 
+@pytest.mark.long
 def test_a_run_of_limited_time_says_by_its_status_that_it_goes_on(here, recipe_file):
     """75 until all steps are done, if there is a directory to go on from; without one the run is over."""
     command = ("train", "job.py", "--quiet", "--max-seconds", "1e-9")

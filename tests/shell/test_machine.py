@@ -48,6 +48,7 @@ def test_the_built_in_recipes_are_the_same_each_time_they_are_made(monkeypatch):
     assert other["digest"] != first["digest"]
 
 
+@pytest.mark.long
 def test_a_recipe_that_fails_is_told(monkeypatch):
     """Its error stands in the place of its digest."""
 

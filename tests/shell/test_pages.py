@@ -53,6 +53,7 @@ def run_dir(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_page_shows_the_run_and_loads_nothing(run_dir, tmp_path):
     """Curves of loss and metric, what happened, and the environment; nothing from elsewhere, and names are escaped."""
     pages.report([run_dir, run_dir], tmp_path / "report.html")
@@ -67,6 +68,7 @@ def test_a_page_shows_the_run_and_loads_nothing(run_dir, tmp_path):
     assert len(pages.read(run_dir).steps) == 10
 
 
+@pytest.mark.long
 def test_the_terminal_has_the_rows_of_the_page(here, run_dir, tmp_path):
     """A line for each thing that is told, as on the page; the same as JSON; and a run without a log ends in 2."""
     done = here("report", str(run_dir), str(run_dir), cwd=tmp_path)
@@ -212,6 +214,7 @@ def test_a_page_needs_a_log(tmp_path):
         pages.report([tmp_path], tmp_path / "a.html")
 
 
+@pytest.mark.long
 def test_the_best_of_many_runs_is_marked(tmp_path):
     """By the first metric whose name says what is better, else by the loss; colours differ, and each run is named."""
     folders = [tmp_path / name for name in ("slow", "fast", "none")]
@@ -312,6 +315,7 @@ def test_every_picture_is_drawn_with_it(number):
     assert PLOTS[number](recipe(epochs=1).train())
 
 
+@pytest.mark.long
 def test_commands_without_matplotlib(here, run_dir, tmp_path, without_matplotlib):
     """A report and --plot are refused in words, before anything is written or trained; certify draws nothing."""
     refused = here("report", str(run_dir), cwd=tmp_path)

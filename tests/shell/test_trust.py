@@ -79,6 +79,7 @@ def naming(run, origin):
 COMMANDS = ["verify run", "replay run --step 1 --replica 2", "certify run -o 'a paper.json'"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_run_is_refused_with_a_command_that_works(command, mark, line):
     """Without a terminal nothing is executed, and the status is 2; the command that is printed does it, or --trust."""
@@ -109,6 +110,7 @@ def test_without_a_file_that_is_there_the_command_has_a_gap(command, folder):
         assert "\x1b" not in told
 
 
+@pytest.mark.long
 def test_diff_compares_what_needs_no_code(command, mark):
     """It says what was left out, and the command that computes it: with the file of both, or --trust for two."""
     command("train job.py --run-dir a --quiet")
@@ -139,6 +141,7 @@ def test_diff_compares_what_needs_no_code(command, mark):
     assert not mark.exists()
 
 
+@pytest.mark.long
 def test_at_a_terminal_it_is_asked(command, folder, monkeypatch):
     """The question shows path, owner and whether the hash is the recorded one; only yes executes the file."""
     command("train job.py --run-dir run --quiet")

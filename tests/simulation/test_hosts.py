@@ -86,18 +86,21 @@ def doubles(size, count):
     return scripts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_fault_at_some_actions(size):
     """One fault, at actions all over a run, leaves all that must hold."""
     assert holds(spread(singles(size), 60), size) > 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_faults(size):
     """A second fault while the first is dealt with, too."""
     assert holds(doubles(size, 60), size) > 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_schedules(size):
     """Up to three faults at any time, and turns in any order."""
@@ -115,6 +118,7 @@ def halves(size, count):
     return scripts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
 def test_halves_that_see_one_folder(size):
     """Whatever befalls hosts, links and mounts, the half that goes on is the one that has claimed that."""
@@ -191,6 +195,7 @@ SEVERAL = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", SEVERAL)
 def test_what_several_faults_broke_once(what):
     """Faults that once led to something wrong together, at their distance, some actions earlier and later."""
@@ -199,6 +204,7 @@ def test_what_several_faults_broke_once(what):
     assert holds(moved, size) >= len(moved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ONCE)
 def test_what_broke_once(what):
     """A fault that once led to something wrong, at each action around the one that showed it."""

@@ -44,6 +44,7 @@ def fallen(size, share, seeds):
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("share", SHARES)
 def test_members_agree_soon(share):
@@ -76,6 +77,7 @@ def returned(seed, looks):
     return {rank for chosen in after for rank in chosen["lost"]}, newest[0]
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("looks", [(0.002, 0.01), (0.02, 0.1)], ids=["at once", "later"])
 def test_those_that_fell_come_back(looks):
@@ -90,6 +92,7 @@ def test_those_that_fell_come_back(looks):
         assert newest["number"] >= 3  # one without them, and at most three join at once
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hung", [(0,), (0, 1), (0, 1, 2), (3, 4, 5)])
 def test_members_that_hang(hung):
     """The others go on without them after some time, also where those are the ones that lead."""
@@ -99,6 +102,7 @@ def test_members_that_hang(hung):
     assert {tuple(many.agreed[rank][0][1]["lost"]) for rank in stay} == {(*hung, 8)}
 
 
+@pytest.mark.long
 def test_beats_after_the_lowest_fell():
     """Those that asked all others then do not go on with that: two of them once answered each other for ever."""
     many = Many(24, SEED, [0, 1, 2], longest=20.0, times=1)
@@ -125,6 +129,7 @@ def beats(size, seconds=6.0):
     return [many.net.sent[rank] / many.schedule.now * LOST_AFTER / BEATS for rank in range(size)]
 
 
+@pytest.mark.long
 def test_beats_do_not_grow_with_members():
     """A member that is no hub says as much among 40 as among 10; hubs say one beat to each."""
     few, more = beats(10), beats(40)
@@ -141,6 +146,7 @@ class Fixed(beacon.Beacon):
         self.count_on(self.members if self.me in self.hubs else [rank for rank in self.hubs if rank != self.me], now)
 
 
+@pytest.mark.long
 def test_a_standby_that_does_not_take_over_is_found(monkeypatch):
     """Where the lowest members fall, the others do not agree then."""
     assert problem(Many(30, 0, range(10), longest=10.0).run()) == ""

@@ -95,6 +95,7 @@ def campaign(seeds, case=None):
     return kills, late
 
 
+@pytest.mark.long
 def test_workers_that_die_and_see_memory_late():
     """Random schedules, deaths and orders of memory: every report once and in order, every state as in one process."""
     first = SEED * 1_000_000
@@ -163,6 +164,7 @@ def double(case, base, count):
         yield {at: ("kill", rng.randrange(workers)), later: ("kill", rng.randrange(workers))}
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_a_death_and_two(case):
@@ -185,6 +187,7 @@ def test_a_death_at_every_action_and_two(case):
     assert kills > 1.4 * runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_run_that_is_broken_off_in_the_last_barrier_of_a_step(workers):
     """Some have passed it and others leave there: the step is done, and counts, as its weights are in the state."""
@@ -284,6 +287,7 @@ def test_planted_faults_are_found(name):
     assert fails(dict(short), case)[0] is None  # the real code bears it
 
 
+@pytest.mark.long
 def test_a_report_out_of_order_needs_weak_memory():
     """On x86 writes are seen in order, so a missing ``order`` changes nothing there."""
     owner, method, planted, case = PLANTED["a report that is not ordered before its count"]

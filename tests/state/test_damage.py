@@ -392,6 +392,7 @@ def test_a_folder_with_another_steps_name(run_dir, wanted):
         assert_same(go_on(run_dir), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_damaged_snapshots_do_not_count_as_kept(tmp_path, wanted, keep):
     """While a run goes on from behind damaged snapshots, there is always a whole one."""
@@ -430,6 +431,7 @@ def test_a_file_that_claims_to_be_enormous(run_dir, wanted):
         assert_same(go_on(run_dir), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_random_bytes(run_dir, name):
     """Whatever a file holds, the snapshot is refused in the same way."""
@@ -458,6 +460,7 @@ def replaced(value, rng, odd):
     return changed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TENSORS)
 def test_odd_headers(run_dir, name):
     """Any value anywhere in a header is refused, or harmless."""

@@ -57,6 +57,7 @@ def free(run_dir):
 OPEN = ("", "snapshots", "chain.jsonl", f"snapshots/step-{NEWER:012d}")  # what a run goes on from
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPEN)
 def test_what_everybody_may_write_is_not_gone_on_with(tmp_path, wanted, good, name):
     """A stranger may have put weights there: refused with the path and the way out, which works; reading never is."""
@@ -95,6 +96,7 @@ def test_what_another_user_owns_is_not_gone_on_with(tmp_path, wanted, good, monk
 # Who holds it.
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:the snapshot of step")  # which the later run swept away as it was written
 @pytest.mark.parametrize("snapshot_every", [1, 100])
 def test_two_runs_that_both_got_the_lock(tmp_path, wanted, monkeypatch, snapshot_every):
@@ -189,6 +191,7 @@ def test_a_dropped_run_in_a_cycle(tmp_path):
         gc.enable()
 
 
+@pytest.mark.long
 def test_an_exception_between_start_and_with(tmp_path):
     """A run that was begun when something else failed is dropped with the exception."""
 
@@ -564,6 +567,7 @@ def test_gluing_would_be_noticed(tmp_path, monkeypatch):
         events(tmp_path / "log")
 
 
+@pytest.mark.long
 def test_who_lists_runs_refuses_no_start(tmp_path):
     """Whoever looks whether a run is at work has its lock for a moment: a run that starts just then waits for that."""
     (tmp_path / "lock").touch()

@@ -113,6 +113,7 @@ def gone_on(log, folder, wanted, kind, part, tmp_path):
 CASES = list(itertools.product(KINDS, range(PARTS)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "part"), sample("disks that lost power", CASES, 3))
 def test_what_a_kill_or_a_power_loss_leaves(recorded, tmp_path, kind, part):
     """Whatever is left on the disk, the same call ends with all that the whole run has, and nothing lies about."""

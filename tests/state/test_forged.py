@@ -235,6 +235,7 @@ FORGED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("options", EVERYWHERE, ids=["inline", "2 workers", "auto"])
 @pytest.mark.parametrize("case", FORGED)

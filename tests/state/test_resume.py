@@ -170,6 +170,7 @@ def halved(tmp_path, give, first=3, steps=5):
     return result
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sample("resumed families", FAMILIES, 5))
 def test_every_family(tmp_path, name):
     """Weights and buffers of every kind and dtype come back as they were."""
@@ -235,6 +236,7 @@ def test_losses_that_are_not_finite(tmp_path):
     assert (repr(result.loss_history), result.digest) == (repr(alone.loss_history), alone.digest)
 
 
+@pytest.mark.long
 def test_from_engine_to_engine(tmp_path, wanted):
     """One directory, each part of the run in another engine."""
     parts = [{"engine": "inline"}, {"engine": "processes", "workers": 2}, {}, {"engine": "processes", "workers": 3}]
@@ -243,6 +245,7 @@ def test_from_engine_to_engine(tmp_path, wanted):
     assert_same(result, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), sample("resumed batches", [(1, 2), (2, 1), (3, 2)], 1))
 def test_batches_that_the_caller_brings(tmp_path, before, after):
     """Without data, the caller goes on with the batch of ``run.steps``."""
@@ -317,6 +320,7 @@ def test_no_step_is_missing_in_the_log(tmp_path, monkeypatch, workers):
     assert sum(event["event"] == "snapshot" for event in events) > 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_finished_run_again(tmp_path, workers):
     """It returns the same, and computes nothing; with fewer steps it has another answer, and is refused."""

@@ -51,6 +51,7 @@ def job(**changes):
     return FAMILIES["mlp"].recipe(3, **({"steps": 4} | changes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_gradient_alone(tmp_path, workers, stopped):
@@ -84,6 +85,7 @@ def test_what_was_computed_is_what_refuses(tmp_path, monkeypatch, stopped):
     assert job(loss_fn=Read()).train(**options).resumed_from == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_that_was_refused_has_nothing_to_give(tmp_path, workers):
     """After a refused step there is no result, no snapshot and no further step; the error has no result either."""
@@ -358,6 +360,7 @@ class Writing(torch.nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["inline", "processes"])
 def test_a_replica_that_writes_parameters_is_undone(tmp_path, engine):
     """What looks ahead changes no state: the digest is that without a directory, and that of a run in one go."""

@@ -364,6 +364,7 @@ def test_a_disk_that_never_works(tmp_path, monkeypatch, wanted):
     assert listed(tmp_path) == {"snapshots": None}
 
 
+@pytest.mark.long
 def test_a_held_run_has_the_error_with_its_state(tmp_path, monkeypatch):
     """Stepping by hand, the error that a snapshot failed has the state too, and the run can be stepped on."""
     Broken(monkeypatch, "fsync", errno.ENOSPC, lambda step: step == 2)

@@ -130,6 +130,7 @@ class Narrow(Mlp):
         self.last.weight = self.last.weight.bfloat16()
 
 
+@pytest.mark.long
 @pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("make_model", "match"),

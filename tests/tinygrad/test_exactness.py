@@ -191,6 +191,7 @@ def test_what_collating_draws_is_keyed():
     assert digests != {FAMILIES["mlp"].recipe(2).train().digest}
 
 
+@pytest.mark.long
 def test_functions_of_an_evaluation():
     """Targets and batches are those of the evaluation's own functions; a forward_fn of its own is refused."""
     (x, y), seen = FAMILIES["mlp"].data, []
@@ -215,6 +216,7 @@ def test_functions_of_an_evaluation():
         FAMILIES["mlp"].recipe(2, buffers={"queue": "first"}).start()
 
 
+@pytest.mark.long
 def test_what_a_metric_sees():
     """Outputs and targets stay when the next chunk is computed; random numbers are the chunk's; TRAINING is off."""
     (x, y), seen = FAMILIES["mlp"].data, []
