@@ -169,7 +169,7 @@ def test_a_failure_from_the_shell(tmp_path):
     done = command(tmp_path, "replay", "run", "--recipe", "job.py", "--failure")
     assert done.returncode == 1
     assert 'raise RuntimeError("a seven")' in done.stderr
-    assert "21" in done.stderr.split("samples")[1]
+    assert "21" in done.stderr.partition("phalanx: RuntimeError in user code")[2].split("samples")[1]
 
 
 def test_a_run_that_did_not_fail(tmp_path):
