@@ -51,18 +51,22 @@ def recipes():
         yield f"jax mlp optimizer {name}", jax_families.FAMILIES["mlp"].recipe(3, optimizer=make())
 
 
-def tell() -> None:
-    """Print the digest of every recipe and engine, one JSON line each."""
+def answer(recipe, engine: str, workers: int) -> str:
+    """The digest of a recipe, or the error that it ended with."""
     import phalanx
 
+    try:
+        return recipe.train(engine=engine, workers=workers, progress=False).digest
+    except phalanx.PhalanxError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def tell() -> None:
+    """Print the digest of every recipe and engine, one JSON line each."""
     warnings.simplefilter("ignore")
     for name, recipe in recipes():
         for engine, workers in (("inline", 1), ("processes", 2)):
-            try:
-                answer = recipe.train(engine=engine, workers=workers, progress=False).digest
-            except phalanx.PhalanxError as error:
-                answer = f"{type(error).__name__}: {error}"
-            print(json.dumps([f"{name} {engine}", answer]), flush=True)
+            print(json.dumps([f"{name} {engine}", answer(recipe, engine, workers)]), flush=True)
 
 
 def answers(tree: pathlib.Path) -> dict[str, str]:
@@ -108,7 +112,7 @@ def families_alone() -> dict[str, str]:
     warnings.simplefilter("ignore")
     told: dict[str, str] = {}
     for name, recipe in recipes():
-        told[name] = recipe.train(engine="inline", progress=False).digest
+        told[name] = answer(recipe, "inline", 1)
         print(f"\r{len(told)} recipes", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return told

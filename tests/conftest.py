@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config, items):
     cases = os.environ.get("PHALANX_CASES", "all")  # of ``make test-all``
     if cases != "all":
         kept = draw(items, int(cases), os.environ.get("PHALANX_DRAW", "0"))
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        there = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in there])
         items[:] = kept
 
 

@@ -30,7 +30,7 @@ def test_a_machine_says_what_a_report_needs():
     assert facts["settings"]["cpu"]
     assert facts["cores"]["usable"] >= 1
     assert facts["limits"]["open files"] > 0
-    assert facts["memory"]["of the machine"] > 1e6
+    assert facts["memory"]["available"] > 1e6
     recipes = facts["recipes"]
     assert len({told["digest"] for told in recipes.values()}) == len(machine.MODELS) == 3
     assert all(told["same with two workers"] is True for told in recipes.values())
@@ -72,7 +72,8 @@ def test_a_package_that_is_not_installed_has_its_version(monkeypatch):
 
 @pytest.mark.long
 def test_devices_need_a_file():
-    """What cannot be done without a recipe is refused, with the way out."""
-    done = told("--devices", "cuda")
-    assert done.returncode == 2
-    assert "FILE is missing; give the file of a recipe" in done.stderr
+    """What cannot be done without a recipe is refused, with the way out, and not left aside."""
+    for words in (("--devices", "cuda"), ("--steps", "7")):
+        done = told(*words)
+        assert done.returncode == 2
+        assert f"{words[0]} is {words[1]}, but FILE is missing; give the file of a recipe" in done.stderr

@@ -475,6 +475,19 @@ def test_a_path_is_what_it_names():
     assert compare(one, other).hints == ["forward_fn (its variable path) as text is 'data/a' here, and 'data/b' there"]
 
 
+def test_a_field_that_came_later_is_as_by_default():
+    """Of a recipe and of each phase; what is not the default is told, and so is a field that is only there."""
+    for recipe, name in ((job(), "loss_over"), (with_phases(), "phases[1].loss_over")):
+        now, before = described(recipe), described(recipe)
+        del before["values"][name]
+        assert compare(now, before).differs == compare(before, now).differs == []
+        now["values"][name] = "'batch'"
+        assert compare(now, before).differs == [f"{name} is 'batch' here, and 'share' there"]
+    unknown = described(job())
+    unknown["values"]["later"] = "1"
+    assert compare(described(job()), unknown).differs == ["later is absent here, and 1 there"]
+
+
 def test_descriptions_are_small():
     """The usual recipe takes some KB in each snapshot, a model of hundreds of modules not much more."""
     assert len(json.dumps(described(norm_recipe(2)))) < 4000

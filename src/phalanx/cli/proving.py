@@ -34,6 +34,7 @@ from phalanx.surroundings.presence import printable
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The directory of a run.")]
 FILE = "FILE[:NAME]"
+STEPS = 5  # of check
 From = Annotated[str, typer.Option("--recipe", metavar=FILE, help="The Python file that defines the recipe.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Execute the Python file that the run names for its recipe.")]
 
@@ -120,7 +121,7 @@ def check_recipe(
     ] = "",
     arguments: Arguments = None,
     devices: Annotated[str, typer.Option("--devices", help="As in cuda, or cuda:0,cuda:1.")] = "",
-    steps: Annotated[int, typer.Option("--steps", help="How many to train each time.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", help="How many to train each time.")] = STEPS,
     into: Annotated[str, typer.Option("--into", hidden=True)] = "",
     json_: Json = False,
 ) -> None:
@@ -133,7 +134,10 @@ def check_recipe(
     Exit status 0 if all is the same, 1 if something differs, 2 if that could not be told.
     """
     if not file:
-        return _check_machine(devices, json_=json_)
+        for option, given, usual in (("--devices", devices, ""), ("--steps", steps, STEPS)):
+            if given != usual:
+                raise UsageError(f"{option} is {given}, but FILE is missing; give the file of a recipe to train")
+        return _check_machine(json_=json_)
     from phalanx.lab import check as checked
 
     recipe, *_ = load_recipe(file, arguments or ())
@@ -158,12 +162,10 @@ def check_recipe(
     return None
 
 
-def _check_machine(devices: str, *, json_: bool) -> None:
+def _check_machine(*, json_: bool) -> None:
     """What a report of a fault has to say of this machine."""
     from phalanx.lab import machine
 
-    if devices:
-        raise UsageError(f"--devices is {devices!r}, but FILE is missing; give the file of a recipe to train on them")
     facts = machine.described()
     if not json_:
         show(facts, [row for name, told in facts.items() for row in _told(name, told)], json_=False)

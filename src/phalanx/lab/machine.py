@@ -13,7 +13,6 @@ import os
 import pathlib
 import platform
 import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,29 +24,18 @@ from phalanx.definition.reachable import version
 from phalanx.errors import PhalanxError
 from phalanx.frameworks import registry
 from phalanx.recipe import Recipe
-from phalanx.surroundings.presence import around, processors, usable_cores
+from phalanx.shared.memory import available_bytes
+from phalanx.surroundings.presence import processors, usable_cores
 
 # Of the environment, what changes threads, kernels and the order of things. The rest is not told: it may be secret.
 TELLING = (
-    "OMP_",
-    "MKL_",
-    "ONEDNN_",
-    "DNNL_",
-    "OPENBLAS_",
-    "ATEN_",
-    "CUBLAS_",
-    "CUDA_VISIBLE",
-    "NCCL_",
-    "GLOO_",
-    "XLA_",
-)
-NAMED = "PYTHONHASHSEED", "LD_PRELOAD", "MALLOC_CONF"
+    "OMP_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "ATEN_", "CUBLAS_", "CUDA_VISIBLE", "NCCL_", "GLOO_", "XLA_",
+    "PYTHONHASHSEED", "LD_PRELOAD", "MALLOC_CONF",
+)  # fmt: skip
 LIMITS = {
-    "open files": "RLIMIT_NOFILE",
-    "processes": "RLIMIT_NPROC",
-    "locked memory": "RLIMIT_MEMLOCK",
+    "open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK",
     "memory": "RLIMIT_AS",
-}
+}  # fmt: skip
 NAME, DEVELOPMENT = re.compile(r"[\w.-]+"), re.compile(r"extra == .dev")
 SAMPLES, STEPS, REPLICAS, BATCH = 48, 4, 4, 16
 
@@ -62,8 +50,8 @@ def described() -> dict[str, Any]:
         "cores": {"of the machine": os.cpu_count(), "allowed": len(processors()), "usable": usable_cores()},
         "threads": {"torch": torch.get_num_threads(), "between operations": torch.get_num_interop_threads()},
         "limits": _limits(),
-        "memory": _memory(),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if _tells(name)},
+        "memory": {"available": available_bytes()},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(TELLING)},
         "settings": {name: str(value) for name, value in registry.recorded_environment().items()},
     }
 
@@ -81,10 +69,6 @@ def digests() -> dict[str, dict[str, Any]]:
         else:
             found[name] = {"digest": digest, "same with two workers": None if shared is None else shared == digest}
     return found
-
-
-def _tells(name: str) -> bool:
-    return name in NAMED or name.startswith(TELLING)
 
 
 def _versions() -> dict[str, str]:
@@ -118,23 +102,6 @@ def _limits() -> dict[str, int | None]:
 
     soft = {name: resource.getrlimit(getattr(resource, limit))[0] for name, limit in LIMITS.items()}
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
-
-
-def _memory() -> dict[str, int]:
-    """All there is, what the control groups allow, and the room in /dev/shm."""
-    found = dict[str, int]()
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        found["of the machine"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    allowed = list[int]()
-    for folder in around("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-                allowed.append(int((folder / name).read_text()))
-    if allowed and min(allowed) < found.get("of the machine", sys.maxsize):
-        found["allowed"] = min(allowed)
-    with contextlib.suppress(OSError):
-        found["free in /dev/shm"] = shutil.disk_usage("/dev/shm").free
-    return found
 
 
 def _perceptron() -> nn.Module:
