@@ -13,7 +13,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 295_400
+TOKENS = 295_300
 FILE_LINES = 500
 FUNCTION_LINES = 40
 TEST_LINES = 68_900  # of all files of tests; lower it whenever you can
