@@ -145,8 +145,9 @@ def join(
     work = todo(definition, t, [replica for replica in hosted if replica in ran], shares)
     outputs = framework.outputs(work)
     said = exchange(compute(outputs, moment, replica, shares[replica]) if replica in ran else b"" for replica in hosted)
-    if not work:  # only user code knows the types of containers, as of a model's output
-        compute(framework.outputs(todo(definition, t, ran[:1], shares)), moment, ran[0], shares[ran[0]])
+    here = [replica for replica in ran if shares[replica].samples[0] >= 0]  # others' samples are in other processes
+    if not work and here:  # only user code knows the types of containers, as of a model's output
+        compute(framework.outputs(todo(definition, t, here[:1], shares)), moment, here[0], shares[here[0]])
         framework.rewind()
     try:
         with interrupts.user_code():
@@ -382,6 +383,7 @@ def blame(
         if what is not None:
             of_all = definition.over_batch(moment.phase)  # each replica's gradient comes from all rows
             samples = np.concatenate([each.samples for each in shares]) if of_all else share.samples
+            samples = samples[samples >= 0]  # those of a stream that other processes read have no number here
             where = "" if of_all else f"replica {replica}, "
             return NonFiniteError(
                 f"{what} at {moment}, {where}samples {spell_samples(samples)}; nothing was updated. "

@@ -162,7 +162,8 @@ def test_who_cannot_reach_the_store_asks_anew(process, stores, monkeypatch):
     newcomer = process(5)
     one, told = newcomer.members, []
     one.under_way = {"number": 0, "run": 1, "members": [0], "places": {}, "from": 0, "place": ["127.0.0.1", 1]}
-    value = {"run": 1, "number": 1, "store": ["127.0.0.1", 777], "lost": [], "joined": {}}
+    joined = {"5": ["127.0.0.1", 1005, "host5"]}
+    value = {"run": 1, "number": 1, "store": ["127.0.0.1", 777], "lost": [], "joined": joined}
 
     def hear(_):
         told.append(len(one._waiting))

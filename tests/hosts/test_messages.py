@@ -5,11 +5,13 @@ import copy
 import json
 import os
 import random
+import resource
 import socket
 import time
 
 import pytest
 
+from phalanx.engines.hosts import beacon
 from phalanx.engines.hosts.members import Farewell, Members
 from phalanx.engines.hosts.messages import FOREIGN, MALFORMED, OTHER_VERSION, Door, key_of
 from phalanx.plan.membership import HUBS
@@ -393,23 +395,72 @@ def test_what_was_said_before_does_not_count(member):
     assert "process 1 is lost" in both[0].news()
 
 
-def test_a_lost_member_is_told_of_the_run_for_a_bounded_time(member, monkeypatch):
-    """Its last address may have another owner by then."""
-    from phalanx.engines.hosts import beacon
+@pytest.mark.parametrize("run", [None, RUN - 1])
+def test_words_of_another_run_do_not_count(member, run):
+    """Recorded, they come before a run is known here, and in it: nobody is done by them, or refused."""
+    one, fake = member(0), Outside(Door(KEY, SIZE), rank=1)
 
-    pipes = socket.socketpair()
-    OPEN.extend(pipes)
-    air = datagram_socket()
-    there = Outside(Door(KEY, SIZE), rank=2)
+    def say(**others):
+        for said in ({"kind": "done", "finished": [1, 2]}, {"kind": "refused"}):
+            fake.say(one, run=run, say=said)
+        fake.say(one, **others)  # they came before this
+
+    say(beat=BEAT | {"places": PLACES})
+    wait([one], lambda: one.under_way)
+    assert (one.done, one.refused) == (set(), False)
+    one.begin(RUN, 0, {0: one.place, 1: fake.place})
+    say(say={"kind": "done", "finished": [1]})
+    wait([one], lambda: one.done)
+    assert (one.done, one.refused) == ({1}, False)
+
+
+def test_descriptors_beyond_those_of_select(member):
+    """Whoever has many files open gives high numbers to the processes beside it, which go on all the same."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        both = pair_of(member)
+        wait(both, lambda: [each.finish() for each in both] == [True, True])
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def beside(there, *members):
+    """What runs beside member 0, in this process, where another one is ``there``; and the caller's end of its pipe."""
+    pipe, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    OPEN.extend([pipe, other])
     facts = {"me": 0, "id": 5, "key": KEY.hex(), "size": SIZE, "port": 9, "seconds": 2.0, "hubs": HUBS}
-    made = beacon.Beacon(pipes[0], air, facts)
-    run = {"run": RUN, "number": 1, "members": [0]}
-    made.configure({"peers": {"2": there.place}, "members": [0], "run": run, "wide": False})
+    made = beacon.Beacon(pipe, datagram_socket(), facts)
+    run = {"run": RUN, "number": 1, "members": list(members)}
+    made.configure({"peers": {"2": there.place}, "members": list(members), "run": run, "wide": False})
+    return made, other
+
+
+def test_a_caller_that_is_killed_before_it_reads():
+    """What was said to it is no reason to end without the last words for the others."""
+    there = Outside(Door(KEY, SIZE), rank=2)
+    made, caller = beside(there, 0, 2)
+    assert made.notify_parent({"ping": True})
+    caller.close()
+    made.serve()
+    assert not made.notify_parent({"ping": True})
+    words = [each["bye"]["way"] for each in there.heard() if "bye" in each]
+    assert words == ["ended"] * beacon.FAREWELLS
+    made.peers[2].socket.close()
+
+
+def test_a_lost_member_is_told_of_the_run_for_a_bounded_time():
+    """Its last address may have another owner by then."""
+    there = Outside(Door(KEY, SIZE), rank=2)
+    made, _ = beside(there, 0)
     made.beat()
     time.sleep(0.05)
     assert [each["beat"]["run"] for each in there.heard()] == [RUN]
     made.peers[2].last -= beacon.TOLD_SECONDS  # planted: it fell long ago
-    made.configure({"peers": {"2": there.place}, "members": [0], "run": run | {"number": 2}, "wide": False})
+    made.configure({"peers": {"2": there.place}, "members": [0], "run": made.run | {"number": 2}, "wide": False})
     made.beat()
     time.sleep(0.05)
     assert there.heard() == []

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.engines.hosts import stores
+from phalanx.engines.hosts import addresses, stores, world
+from phalanx.errors import UsageError
 from phalanx.lab.network import NAMES
 from tests.hosts.network import Network, output, why_not
 from tests.hosts.worlds import ended, started
@@ -40,7 +41,7 @@ LEFT = "process 1 left before this run began: "
 STARTS = {
     "nobody serves the store": ("", [1], (1, 3), "did not find each other", "the store of process 0"),
     "the address means nothing": (
-        "os.environ['MASTER_ADDR'] = 'no.such.host.invalid'", [1], (1, 3), "did not find each other", "the store",
+        "os.environ['MASTER_ADDR'] = 'no.such.host.invalid'", [1], (1, 3), "did not find each other", "an address of",
     ),
     "process 1 is not started": ("", [0], (0, 3), "process 1 did not come", "process 1 (of 2) at 127.0.0.1:"),
     "process 0 is not started, its agent has a store": (
@@ -67,7 +68,12 @@ STARTS = {
         "if rank: World.rendezvous = lambda *one: dataclasses.replace(rendezvous(*one), run=7)", [0, 1], (0, 3),
         "1 times in a row no step was finished", "",
     ),
-    # Negative twin: to start it again does not help.
+    # Negative twins: to start it again does not help.
+    "who has the state goes on with another recipe": (
+        "from phalanx.checkpoint import resume\n"
+        "resume.ResumeState.begin = lambda *_: raised(resume.UsageError('another recipe'))", [0, 1], (1, 1),
+        "left the run: UsageError: another recipe", "",
+    ),
     "its recipe raises": ("if rank: World.agree = lambda *_: raised(ValueError('x'))", [0, 1], (0, 1), LEFT, ""),
 }  # fmt: skip
 
@@ -109,7 +115,8 @@ def test_a_start_that_comes_to_nothing(what, tmp_path):
 def test_who_is_there_is_not_named_as_missing(tmp_path):
     """Process 2 hears nothing of process 0, which waits for process 1: it says so, and once."""
     (tmp_path / "job.py").write_text(JOB)
-    processes = begun("", [0, 2], tmp_path / "job.py", size=3)
+    outlives = "if not rank: world.SECONDS = 60.0"  # else its store may be gone before process 2 has given up
+    processes = begun(outlives, [0, 2], tmp_path / "job.py", size=3)
     status, text = told(processes, processes[1])
     assert status == 3, text
     assert text.count("process 2 waits for process 0, or one that it waits for, (of 3) at 127.0.0.1:") == 1, text
@@ -136,6 +143,34 @@ def test_an_interface_that_is_not_there(tmp_path):
     status, text = told(processes, processes[0])
     assert status == 2, text
     assert "GLOO_SOCKET_IFNAME is 'nosuch0', which Gloo cannot use here; name one of " in text.splitlines()[-1]
+
+
+def test_where_this_host_is_follows_from_a_name_that_is_known(monkeypatch):
+    """That of a new pod gets its address late; asked before, this host's own address would be that of loopback."""
+    known, asked = [False, False, True], []
+
+    def ends(address):
+        asked.append(address)
+        raise LookupError
+
+    monkeypatch.setattr(addresses, "is_known", lambda _: known.pop(0))
+    for name, thing in {"surroundings": lambda: (0, 2, "pod", 29500), "ends": ends, "RUNS": [0]}.items():
+        monkeypatch.setattr(world, name, thing)
+    with pytest.raises(LookupError):
+        world.World(5.0, 2.0)
+    assert (known, asked) == ([], ["pod"])
+
+
+@pytest.mark.parametrize(("port", "size"), [(65535, 2), (65533, 4), (70000, 1)])
+def test_a_port_that_leaves_too_few_for_all(monkeypatch, port, size):
+    """It is refused at once, and the highest that works is named."""
+    most = 65536 - size
+    for name, value in {"RANK": 0, "WORLD_SIZE": size, "MASTER_ADDR": "a", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UsageError, match=f"MASTER_PORT is {port}, .*; choose at most {most}"):
+        stores.surroundings()
+    monkeypatch.setenv("MASTER_PORT", str(most))
+    assert stores.surroundings() == (0, size, "a", most)
 
 
 def test_whoever_waits_says_so_now_and_then(capsys, monkeypatch):

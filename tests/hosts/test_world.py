@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_a_store_that_torchrun_keeps():
 def test_what_differs_is_named(pair):
     """Other steps, workers, data, closures or code in one process are refused in all, and devices that cannot be.
 
-    A global that differs is told: it may be the process's rank.
+    A global that differs is told: it may be the process's rank. So is an entry whose key is longer than a store takes.
     """
     found = pair("""
 tried(lambda: family.recipe(4, steps=3 + rank).train())
@@ -190,8 +191,9 @@ tried(lambda: family.recipe(4, loss_fn=other).train())
 here, phalanx.__version__ = phalanx.__version__, f"0.{rank}.7"
 tried(lambda: family.recipe(4).train())
 phalanx.__version__ = here
+table = {"x" * 5000: rank}
 def ranked(output, target):
-    return family.loss_fn(output, target) * (1 if rank else 1)
+    return family.loss_fn(output, target) * (1 if rank or table else 1)
 import warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -206,7 +208,9 @@ told[-1] = [told[-1], [str(one.message).partition(", ")[0] for one in caught]]
         assert told[4].startswith("UsageError: recipe.loss_fn (its variable factor) is ")
         assert told[5].startswith("UsageError: recipe.loss_fn is ")
         assert told[6].startswith("UsageError: version of phalanx is ")
-        assert told[7] == [1, [f"loss_fn (its global rank) is {rank} in process {rank}"]]
+        steps, [first, long] = told[7]
+        assert (steps, first) == (1, f"loss_fn (its global rank) is {rank} in process {rank}")
+        assert re.fullmatch(rf"loss_fn \(its global table\)\[.x{{900,1000}} \w{{16}} is {rank} in process {rank}", long)
 
 
 @pytest.mark.long
@@ -301,6 +305,97 @@ result = told.pop()
 told += [result.steps, result.digest, result.resumed_from] if not isinstance(result, str) else [result]
 """)  # fmt: skip
     assert found == [[whole.steps, whole.digest, whole.steps - 1 if broken_off else None]] * 2
+
+
+ENDS = """
+import tests.callbacks.jobs as job
+from phalanx.callbacks import EarlyStopping
+def same(output, target):
+    time.sleep(rank == {slow})
+    return output.sum() * 0
+def early():
+    due = phalanx.Evaluation(same, (job.HELD_OUT, job.TARGETS), batch_size=60)
+    result = job.recipe().train(evaluation=due, callbacks=[EarlyStopping("same", 1, mode="max")], deadline_seconds=20)
+    return [result.digest, result.stopped_early]
+def alone():
+    with job.recipe().start(deadline_seconds=20) as run:
+        for report in run:
+            if rank == {slow} and report.step == 3:
+                run.stop()
+    return run.steps
+tried(early)
+tried(alone)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slow", [0, 1])
+def test_early_stopping_after_a_longer_evaluation(pair, slow):
+    """Who evaluates longer than the other comes to the same end. Its twin: one that is stopped alone ends the other."""
+
+    def same(output, target):
+        return output.sum() * 0
+
+    due = phalanx.Evaluation(same, (job.HELD_OUT, job.TARGETS), batch_size=60)
+    wanted = job.recipe().train(engine="inline", callbacks=[EarlyStopping("same", 1, mode="max")], evaluation=due)
+    found = pair(ENDS.format(slow=slow))
+    assert [told[0] for told in found] == [[wanted.digest, wanted.stopped_early]] * 2
+    assert "EarlyStopping" in wanted.stopped_early
+    assert found[slow][1] == 4
+    assert found[1 - slow][1].startswith(f"LeftError: process {slow} on ")
+
+
+HANGS = """
+import pathlib, warnings
+from unittest import mock
+from phalanx.engines.hosts import driver
+ended = pathlib.Path({ended!r})
+class Hangs:
+    everywhere = True
+    def step(self, report):
+        end = time.monotonic() + 30
+        while rank == 0 and report.step == 3 and not ended.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+def trained():
+    with family.recipe(4, steps=4).start(deadline_seconds=20, callbacks=[Hangs()]) as run:
+        run.finish()
+        run._engine._world.seconds = 0.5  # planted
+    return run.result().digest
+with mock.patch.object(driver, "LAST_PATIENCE", 0.5, create=True), warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    tried(trained)
+ended.touch()
+told.append([str(one.message) for one in caught if "have not ended" in str(one.message)])
+"""
+
+
+@pytest.mark.long
+def test_who_hangs_after_the_last_step_is_not_waited_for(pair, tmp_path):
+    """The other one says so and ends, with the whole answer; and so does the one that hung, once it goes on."""
+    wanted = FAMILIES["mlp"].recipe(4, steps=4).train(engine="inline").digest
+    [first, said], [other, warned] = pair(HANGS.format(ended=str(tmp_path / "ended")))
+    assert [first, other] == [wanted] * 2
+    assert [said, len(warned)] == [[], 1]
+    assert "this one does not wait for them" in warned[0]
+
+
+DIES = """
+def loss(output, target):
+    if rank == 1 and phalanx.current_step() == 3:
+        os.kill(os.getpid(), 11)
+    return family.loss_fn(output, target)
+tried(lambda: family.recipe(4, loss_fn=loss, steps=6).train(workers=2, deadline_seconds=20).steps)
+"""
+
+
+@pytest.mark.long
+def test_a_step_that_ends_workers(pair):
+    """Three of one host in a row are enough: its error names replica and step, and the other host hears of it."""
+    [other], [mine] = pair(DIES)
+    why = "RunError: replica 2 of step 3 ended 3 workers in a row that computed it ("
+    assert mine.startswith(why)
+    assert other.startswith("RunError: process 1 on ")
+    assert f" left the run: {why}" in other
 
 
 @pytest.mark.long

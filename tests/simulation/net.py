@@ -57,7 +57,7 @@ class Net:
                 monotonic=self.now, perf_counter=self.now, sleep=lambda seconds: self.schedule.wait(seconds=seconds)
             ),
             "secrets": SimpleNamespace(randbits=lambda _: next(self.count), token_hex=lambda _: f"{next(self.count)}"),
-            "select": SimpleNamespace(select=self.selected, poll=lambda: Poller(self.schedule), POLLIN=1),
+            "select": SimpleNamespace(poll=lambda: Poller(self.schedule), POLLIN=1),
             "socket": altered(socket, socket=lambda *_: Datagrams(self), socketpair=self.pair),
             "subprocess": altered(subprocess, Popen=lambda *_, pass_fds, **__: Beside(self, *pass_fds)),
             "threading": SimpleNamespace(Thread=functools.partial(Thread, self.schedule)),
@@ -84,10 +84,6 @@ class Net:
         one, other = Pipe(self), Pipe(self)
         one.other, other.other = other, one
         return one, other
-
-    def selected(self, files, _, __, seconds):
-        self.schedule.wait(lambda: any(file.readable() for file in files), seconds)
-        return [file for file in files if file.readable()], [], []
 
 
 class File(contextlib.AbstractContextManager):

@@ -285,10 +285,10 @@ class Links(contextlib.AbstractContextManager["Links"]):
             self._descriptor = -1
 
 
-def missing(path: pathlib.Path, kept: Sequence[StepReport]) -> list[StepReport]:
+def missing(path: pathlib.Path, kept: Sequence[tuple[StepReport, str]]) -> list[tuple[StepReport, str]]:
     """The newest steps, as far as the chain lacks them: the process that wrote it fell before it had added them."""
     with contextlib.suppress(SnapshotError), Links(path) as links:
-        return [report for report in kept if report.step >= len(links) >= kept[0].step]
+        return [one for one in kept if one[0].step >= len(links) >= kept[0][0].step]
     return []
 
 

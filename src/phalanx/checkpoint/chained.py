@@ -81,8 +81,8 @@ class Chained(Observer):
             missed = missing(self._directory.root / CHAIN, engine.seen.kept)
             known = None if missed else self.link
             self._chain = ChainFile(self._directory.root / CHAIN, done - len(missed), pairs, known)
-            for report in missed:
-                self._chain.add(fields_of(report, self._definition, ""))
+            for report, brought in missed:
+                self._chain.add(fields_of(report, self._definition, brought))
             if engine.progress.resumed_from is None:  # else this run may be refused yet
                 self._chain.cut()
         except OSError as error:

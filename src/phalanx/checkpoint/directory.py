@@ -203,7 +203,7 @@ class EventLog(Observer):
             self._directory.note("start", **facts)
         else:
             self._begun = facts
-        for report in missing(self._directory.root / CHAIN, engine.seen.kept):
+        for report, _ in missing(self._directory.root / CHAIN, engine.seen.kept):
             self.step(report)
 
     def happened(self, incident: Incident) -> None:

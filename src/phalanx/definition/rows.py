@@ -80,8 +80,10 @@ class Rows:
         return {replica: [None if each is None else each[at] for each in parts] for at, replica in enumerate(self.ran)}
 
     def _stacked(self, outputs: Sequence[Any], targets: Sequence[Any], samples: Sequence[int]) -> tuple[Any, Any]:
-        output = stacked(outputs, samples, "output", self._forms[0])
-        return output, stacked(targets, samples, "target", self._forms[1])
+        # Over hosts a process may never have computed a replica: all of its shards had ended before it began. Then
+        # what came is joined in the plain containers in which it travelled.
+        output, target = (outputs[0], targets[0]) if self._forms[0] is None else self._forms
+        return stacked(outputs, samples, "output", output), stacked(targets, samples, "target", target)
 
 
 def encoded(trees: Mapping[str, Any], pack: Callable[[Any], Packed]) -> bytes:

@@ -32,7 +32,8 @@ class Changing(Generic[E]):
     """
 
     def __init__(self, records: Records, opened: Callable[[], E]) -> None:
-        self.options, self.progress, self.seen = self._records = records
+        self._records = records
+        self.options, self.progress, self.seen = records.options, records.progress, records.seen
         self.engine, self._opened = opened(), opened
         self.workers = self.engine.workers
         # The engine may change inside these contexts, so all engines must have the same ones: the framework's.

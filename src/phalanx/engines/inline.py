@@ -55,7 +55,7 @@ class Inline:
         records: Records,
         ahead: Any = None,
     ) -> None:
-        self.options, self.progress, self.seen = records
+        self.options, self.progress, self.seen = records.options, records.progress, records.seen
         self._definition = definition
         self._framework = framework
         self._lanes = framework.lanes

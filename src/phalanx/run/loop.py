@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from phalanx.checkpoint.chained import brought_as
 from phalanx.definition.checks import comparing, warn
 from phalanx.definition.data import spelled
 from phalanx.definition.evaluation import WATCHED, Evaluation, check_metric, deciding, meant
@@ -70,6 +71,7 @@ class Loop:
         self._successors = successors
         self._supply = supply
         self._first, self._first_batch = first, None
+        self._brought = ""  # a hash of the present step's batch, if it has one and this process may have to tell it
         self.refused = False
         self._definition = definition
         self._engine = engine
@@ -204,6 +206,11 @@ class Loop:
             if supply is not None:
                 batch = supply.draw(self.steps)
             elif self._supply is not None:
+                if self._definition.schedule_every == "epoch":
+                    raise UsageError(
+                        "step() got a batch of yours, but schedule_every is 'epoch' and data is a stream, whose epochs "
+                        "such a batch does not belong to; schedule by steps, or bring no batches"
+                    )
                 self._supply.postpone(self.steps)
             report = self._advanced(batch, self.steps + 1 if watched or batch is not None else self._horizon())
             if supply is not None and (batch := supply.drawn) is not None:
@@ -227,6 +234,7 @@ class Loop:
             self._first_batch = batch
         for observer in self._observers if batch is not None else ():
             observer.brought(batch)
+        self._brought = "" if batch is None or self._successors is None else brought_as(batch)
         return report
 
     def _advanced(self, batch: Any, horizon: int) -> StepReport:
@@ -252,6 +260,7 @@ class Loop:
         # beginning, as some would hear twice. Not covered: what is called in here all the same (`first`, `happened`,
         # a warning). If that raises, the rest of the step is not told.
         self._report = report
+        brought, self._brought = self._brought, ""
         if (first := self._first) is not None:
             self._first = None
             self._look_first(first, report)
@@ -267,7 +276,7 @@ class Loop:
             yield functools.partial(observer.step, self._report)
         self._seen.observed = self._definition.rounds.updates(report.step + 1)
         if self._successors is not None:
-            self._seen.kept.append(self._report)
+            self._seen.kept.append((self._report, brought))
 
     def _look_first(self, first: Callable[[StepReport, Any], None], report: StepReport) -> None:
         """See whether the first step is one of this run; nobody is told of anything if it is not."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from phalanx.definition.data import Share
 from phalanx.plan.audit import Audit
-from phalanx.plan.lifecycle import MOST
+from phalanx.plan.lifecycle import MOST, Tally
 from phalanx.plan.rounds import Rounds
 
 MOST_KEPT = 1024  # as many steps as workers may be ahead of a process
@@ -438,8 +438,9 @@ class Seen:
         States of that earlier run's callbacks, by name, until callbacks take them.
     observed : int
         How many updates observers have seen completed; all updates of a step at once.
-    kept : deque of StepReport
-        The newest steps, where this process may have to report them in place of another.
+    kept : deque of (StepReport, str)
+        The newest steps, with a hash of their batch if it was brought or is a stream's, where this process may have to
+        report them in place of another.
     stopped_by : str or None
         Who stopped the run: no further planned step is done.
     leaving : str
@@ -450,7 +451,7 @@ class Seen:
     evaluated: list[Evaluated] = field(default_factory=list[Evaluated])
     waiting: dict[str, Any] = field(default_factory=dict[str, Any])
     observed: int = 0
-    kept: deque[StepReport] = field(default_factory=lambda: deque[StepReport](maxlen=MOST_KEPT))
+    kept: deque[tuple[StepReport, str]] = field(default_factory=lambda: deque[tuple[StepReport, str]](maxlen=MOST_KEPT))
     stopped_by: str | None = None
     leaving: str = ""
     _states: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -473,9 +474,17 @@ class Seen:
         return {name: state() for name, state in self._states.items()}
 
 
-class Records(NamedTuple):
-    """What is noted about a run. Nobody changes the first, engines write the second, and the run the third."""
+@dataclass(frozen=True)
+class Records:
+    """What is noted about a run. Nobody changes the first, engines write the second, and the run the third.
+
+    ``tally`` counts deaths of workers, over all engines and incarnations of the run.
+    """
 
     options: RunOptions
     progress: Progress
     seen: Seen
+    tally: Tally = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tally", Tally(self.options.max_failures))

@@ -8,10 +8,12 @@ import os
 import pathlib
 import socket
 import struct
+import time
 
 from phalanx.definition.plain import hashed
-from phalanx.engines.hosts.stores import SECRET
+from phalanx.engines.hosts.stores import POLL_SECONDS, SECRET, Waiting, unfound
 from phalanx.errors import UsageError
+from phalanx.surroundings import interrupts
 from phalanx.surroundings.presence import say
 
 SIOCGIFADDR = 0x8915
@@ -26,10 +28,28 @@ LOOPBACK_NAME = (
 
 
 def is_known(address: str) -> bool:
-    """Whether a name has an address by now: that of a new pod may come late."""
+    """Whether a name has an address by now."""
     with contextlib.suppress(OSError):
         return bool(socket.getaddrinfo(address, None))
     return False
+
+
+def until_known(address: str, port: int, seconds: float, waiting: Waiting) -> None:
+    """Wait until a name has an address: by it a process knows its own one, and the name of a new pod comes late.
+
+    Raises
+    ------
+    PeersLostError
+        It has none.
+    """
+    end = time.monotonic() + seconds
+    with waiting.on(f"an address of {address}"):
+        while not is_known(address):
+            if time.monotonic() > end:
+                raise unfound(address, port, "that name has no address")
+            interrupts.check()
+            waiting.tick()
+            time.sleep(POLL_SECONDS)
 
 
 def look_at_address(address: str, own: str, size: int, *, open_: bool) -> str:

@@ -119,19 +119,22 @@ class Beacon:
 
     def serve(self) -> None:
         """Go on until the parent ends, or wants that."""
+        poller = select.poll()  # select refuses descriptors from 1024 on, and the parent's numbers are kept
+        for each in (self.pipe, self.air):
+            poller.register(each, select.POLLIN)
         while os.getppid() == self.parent:
             wait = max(0.0, min(self.next, self.look_at) - time.monotonic())
-            readable, _, _ = select.select([self.pipe, self.air], [], [], wait)
+            readable = {descriptor for descriptor, _ in poller.poll(1000 * wait)}
             now = time.monotonic()
             if now - self.seen > self.seconds / 2:  # this process was stopped, and could hear nobody
                 for peer in self.peers.values():
                     peer.last += now - self.seen
             self.seen = now
-            if self.pipe in readable and not self.handle_order():
+            if self.pipe.fileno() in readable and not self.handle_order():
                 break
             if readable:  # for all that comes at once, one look is enough
                 self.look_at = min(self.look_at, self.looked + self.every / LOOKS)
-            if self.air in readable:
+            if self.air.fileno() in readable:
                 self.listen(now)
             if now >= self.next:
                 self.next = now + self.every
@@ -149,7 +152,9 @@ class Beacon:
 
     def handle_order(self) -> bool:
         """Do what the parent wants; returns whether it is still there."""
-        data = self.pipe.recv(BUFFER)
+        data = b""
+        with contextlib.suppress(ConnectionError):  # it was killed before it had read what was sent
+            data = self.pipe.recv(BUFFER)
         order: dict[str, Any] = json.loads(data) if data else {"bye": self.last_word}
         if "say" in order:
             self.send(order["to"], {"say": order["say"]})
@@ -352,7 +357,7 @@ class Beacon:
         """Tell the parent something; returns whether that went. While it does not read, what is too much is dropped."""
         try:
             self.pipe.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionError):  # that the parent is gone shows when it is heard next
             return False
         return True
 

@@ -27,7 +27,7 @@ from phalanx.definition.plain import hashed
 from phalanx.definition.reachable import version
 from phalanx.definition.shards import Dealing, Head
 from phalanx.engines.changing import Changing
-from phalanx.engines.hosts.members import CLOSED, DONE, LEAVES, Farewell
+from phalanx.engines.hosts.members import CLOSED, DONE, LEAVES, STOPPED, Farewell
 from phalanx.engines.hosts.world import World
 from phalanx.engines.processes.driver import Processes, beside
 from phalanx.engines.processes.starter import WARM
@@ -55,7 +55,9 @@ from phalanx.surroundings import interrupts
 T = TypeVar("T")
 COMPARED_BYTES = 256 << 20
 PATIENCE = 60.0  # seconds beyond those that workers wait for other hosts
+LAST_PATIENCE = 600.0  # seconds at least, for others that still evaluate, or save
 WAKING_SECONDS = 0.05
+REASON_SECONDS = 2.0  # until it is heard why a member left
 KEPT = 4  # reports that a member may lack which is one step behind
 
 
@@ -176,8 +178,9 @@ class Distributed(Changing[Processes]):
             if self._finished and not self._gone and not self.engine.ended:
                 self._drain()
         finally:  # a second Ctrl-C does not wait for others
-            leaving, way = self.seen.leaving, DONE if self._finished else CLOSED
-            error = sys.exc_info()[1]  # a with block ends by it
+            leaving, error = self.seen.leaving, sys.exc_info()[1]  # a with block ends by it
+            stopped = self.seen.stopped_by is not None and error is None
+            way = DONE if self._finished else STOPPED if stopped else CLOSED
             by = "" if error is None else f", while handling {Farewell.after(error).why}"
             self._leave(LEAVES if leaving else way, leaving or f"it was closed after {self._steps} steps{by}")
 
@@ -192,10 +195,17 @@ class Distributed(Changing[Processes]):
 
     def _drain(self) -> None:
         """Wait until all members have done all steps: one that was a step behind when another fell needs the state."""
+        known, end, patience = -1, 0.0, max(self._world.seconds, LAST_PATIENCE)
         try:
-            while not self._world.members.finish():
-                time.sleep(WAKING_SECONDS)
-                self._retry(self._world.check)
+            with self._world.waiting_for("others that have not ended"):
+                while not self._world.members.finish():
+                    if known != (known := len(self._world.members.done)):
+                        end = time.monotonic() + patience
+                    if time.monotonic() > end:
+                        checks.warn(f"others have not ended within {patience:.0f} s; this one does not wait for them")
+                        break
+                    time.sleep(WAKING_SECONDS)
+                    self._retry(self._world.check)
         except PeersLostError as error:  # all is done here, so nothing is needed of the others
             if not self._whole:
                 raise
@@ -289,6 +299,7 @@ class Distributed(Changing[Processes]):
                 report._replace(gradients={}, phases={}, metrics={}) for report in (*self._recent, *progress.unseen)
             ]
             more = {"reports": [report._asdict() for report in reports], "observed": self._steps - len(progress.unseen)}
+            more["last"] = self._last
             content = _sent(self._captured(), seen, **more)
             self._world.send(content, behind)
         elif me in behind:
@@ -302,7 +313,7 @@ class Distributed(Changing[Processes]):
                 if report.step == self._steps:
                     progress.add(report.loss, 0)
                     progress.unseen.append(report)
-            progress.samples = history["samples"]
+            progress.samples, self._last = history["samples"], history["last"]
             if self._framework.sharing.averages:
                 seen.waiting.update(states_in(history, captured.training))
         self._whole, self._fresh, progress.leads = True, False, chosen["keeper"] == me
@@ -369,7 +380,11 @@ def open_distributed(
     count = 1 if named else count
     chosen = _join(world, definition) if world.joins else None
     blank = Seen(Progress(rounds=definition.rounds, leads=False))
-    seen = blank if world.joins else _same_start(world, framework, begin, blank)
+    try:
+        seen = blank if world.joins else _same_start(world, framework, begin, blank)
+    except SeveredError:
+        world.check_final(REASON_SECONDS)
+        raise
     records = Records(options, seen.progress, seen)
     run = Distributed(definition, framework, records, world, count, beside(readers, count, room), least, chosen)
     world.tell(run.workers // world.size)

@@ -139,6 +139,7 @@ class Gloo:
         try:
             poll(work.is_completed, self._check)
         except BaseException:  # torch's destructor would wait for what is under way
+            LEFT[:] = [one for one in LEFT if not one[1].is_completed()]
             LEFT.append((self.group, work, gathered, mine))
             raise
         self._call(work.wait)

@@ -31,12 +31,16 @@ TICK_SECONDS = 0.05
 NAMED = 5  # lost members in a message
 PINGS = 8  # within lost_after: looks whether the process beside this one answers
 MOST_STARTS = 10  # of that process, without an answer
-FAILED, CLOSED, DONE, LEAVES = "failed", "closed", "done", "leaves"  # ways to leave; what the others do then
+FAILED, CLOSED, DONE, STOPPED, LEAVES = "failed", "closed", "done", "stopped", "leaves"  # ways to leave
 Place = list[Any]  # address and port of a process beside a member
 
 
 class Farewell(NamedTuple):
-    """How a member left, and why: FAILED and CLOSED end the run everywhere, else the others go on."""
+    """How a member left, and why: FAILED and CLOSED end the run everywhere, else the others go on.
+
+    STOPPED: it was stopped, as by early stopping. Others come to that by themselves, maybe after a longer evaluation;
+    if one asks for another step all the same, the run has ended.
+    """
 
     way: str
     why: str
@@ -127,7 +131,7 @@ class Members:
 
     def _start(self) -> None:
         """Start the process beside this one, and tell it what the one before knew."""
-        self._pipe, theirs = _pair()
+        self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps messages apart
         fds = theirs.fileno(), self._air.fileno()
         with theirs:
             self._process = subprocess.Popen(
@@ -157,6 +161,7 @@ class Members:
         # Before a run is known, the last words of the one before may still come.
         self.left = {at: each for at, each in self.left.items() if at in places and self._left_run[at] in (None, run)}
         self.alive = [rank for rank in self.ranks if rank != self.me]
+        self.done = self.done if number else set()
         self.joining, self._lost, self._ended, self._waiting, self._half = {}, {}, set(), [], None
         facts = {"run": run, "number": number, "members": self.ranks}
         self._tell_members({"peers": self.places, "members": self.ranks, "run": facts, "wide": wide})
@@ -182,7 +187,7 @@ class Members:
             raise PeersLostError(
                 f"the other members did not hear process {self.me} for {self.seconds:g} s and went on without it"
             )
-        away = [rank for rank in self.left if rank in self.ranks and self.left[rank].way != DONE]
+        away = [rank for rank in self.left if rank in self.ranks and self.left[rank].way not in (DONE, STOPPED)]
         if away or self._lost:
             return self.spelled(min(away or self._lost))
         if self._waiting:
@@ -199,7 +204,7 @@ class Members:
     @property
     def final(self) -> tuple[int, Farewell] | None:
         """The first member that left in a way that ends the run everywhere, and how."""
-        ends = [(rank, each) for rank, each in sorted(self.left.items()) if each.way in (FAILED, CLOSED)]
+        ends = [(rank, each) for rank, each in sorted(self.left.items()) if each.way in (FAILED, CLOSED, STOPPED)]
         return next((end for end in ends if end[0] in self.ranks), None)
 
     def able(self, some: Collection[int], *, claim: bool = False) -> bool:
@@ -349,7 +354,7 @@ class Members:
             if self.under_way["number"] != beat["number"] or self.under_way["from"] not in self.ranks:
                 return self.join(host)
             for _, message in self._waiting:
-                if message["kind"] == "chosen":
+                if message["kind"] == "chosen" and str(self.me) in message["value"]["joined"]:
                     return message["value"]
             if self.under_way is not beat:
                 end, beat = time.monotonic() + self.seconds, self.under_way
@@ -427,7 +432,7 @@ class Members:
                 self.under_way = {**thing["under way"], "from": sender, "place": thing["place"]}
         elif "bye" in thing:
             self.left[sender], self._left_run[sender] = Farewell(**thing["bye"]), thing["run"]
-        else:
+        elif thing["say"]["kind"] == "join" or thing["run"] == self.run:  # else of an earlier run of this job
             self._take_said(sender, thing["say"], thing["place"])
 
     def _take_said(self, sender: int, message: Message, place: Place) -> None:
@@ -476,11 +481,3 @@ def _listening(address: str, port: int) -> socket.socket:
     except OSError:
         air.bind((address, 0))
     return air
-
-
-def _pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that keep messages apart."""
-    try:
-        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError:  # not on this system
-        return socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -29,7 +29,7 @@ NEWCOMERS = 3  # that an incarnation takes in; others ask again
 TEXT, WORD, HOST = 600, 64, 60  # characters
 STORED = 4000  # of a text in a store, which may be longer
 MANY = 1 << 20  # workers or processors of a host
-WAYS = "ended", "failed", "closed", "done", "leaves"
+WAYS = "ended", "failed", "closed", "done", "stopped", "leaves"
 FOREIGN, OTHER_VERSION, MALFORMED = "of another job", "of another version", "malformed"
 Read = Callable[[Any], Any]  # takes a value as JSON has it; returns it made harmless, and raises if it does not fit
 

@@ -36,6 +36,7 @@ FIRST = "process 0, or one that it waits for,"  # it answers those of lower rank
 STORES: dict[tuple[int, int, str, int], Any] = {}
 SECRET, JOB = "PHALANX_SECRET", "PHALANX_JOB"
 LEAST_BYTES = 16  # of a secret
+PORTS = 1 << 16
 
 
 class Waiting:
@@ -159,13 +160,19 @@ def surroundings() -> tuple[int, int, str, int]:
         return dist.get_rank(), dist.get_world_size(), *address_of(c10d._get_default_store())
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"engine is 'distributed', but this is no process of a torch.distributed world ({error}); start it with "
             "torchrun, srun or the like, which set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
             "torch.distributed.init_process_group before"
         ) from error
+    if port + size > PORTS:
+        raise UsageError(
+            f"MASTER_PORT is {port}, and process N listens at MASTER_PORT + N, for N up to {size - 1}; choose at most "
+            f"{PORTS - size}"
+        )
+    return rank, size, address, port
 
 
 def opened(rank: int, size: int, address: str, port: int, seconds: float) -> Any:

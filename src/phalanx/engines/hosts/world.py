@@ -7,6 +7,7 @@ processes exchange JSON, and bytes of known layout.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -24,9 +25,9 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.checkpoint.directory import is_marked, mark, newest_step
 from phalanx.definition.checks import warn
 from phalanx.definition.plain import hashed
-from phalanx.engines.hosts.addresses import ends, host_name, is_known, look_at_address, towards
+from phalanx.engines.hosts.addresses import ends, host_name, look_at_address, towards, until_known
 from phalanx.engines.hosts.gloo import INTERFACE, LOOPBACK, TCP, Gloo, Rendezvous, answer, in_thread
-from phalanx.engines.hosts.members import CLOSED, FAILED, LEAVES, Farewell, Members
+from phalanx.engines.hosts.members import CLOSED, FAILED, LEAVES, STOPPED, Farewell, Members
 from phalanx.engines.hosts.messages import MOST_MEMBERS, NEWCOMERS, Door, cut, key_of
 from phalanx.engines.hosts.stores import (
     POLL_SECONDS,
@@ -53,7 +54,9 @@ STORE_SECONDS = 5.0  # for the store's answer once something is wrong
 CONNECTED = datetime.timedelta(seconds=20)  # until members that have agreed reach their store
 PIECE = 64 << 20  # bytes of a state that travel at once
 TRIES = 3  # to get who is a member
-ERRORS = {LEAVES: PeersLostError, CLOSED: LeftError}  # what the others of a run get, by how a process leaves it
+MOST_NAME = 1000  # characters of what differs, which may have a key of a dict in it
+# What the others of a run get, by how a process leaves it.
+ERRORS = {LEAVES: PeersLostError, CLOSED: LeftError, STOPPED: LeftError}
 ENDED = ". So it has ended here, too"
 RUNS = [0]  # begun in this process; the same number in all processes
 
@@ -98,11 +101,12 @@ class World:
                 f"WORLD_SIZE is {self.size}, and a run over hosts has at most {MOST_MEMBERS} processes; start one "
                 "process on each host, which has workers for all its processors, or one for each device"
             )
+        self._waiting = Waiting(f"process {self.rank} waits for {{}} (of {self.size}) at {address}:{port}")
+        until_known(address, port, self.seconds, self._waiting)
         own, there = ends(address)
         secret, lonely = secret_of(secret_file), ""
-        if self.rank == 0 and RUNS[0] == 1 and is_known(address):
+        if self.rank == 0 and RUNS[0] == 1:
             lonely = look_at_address(address, there, self.size, open_=not secret)
-        self._waiting = Waiting(f"process {self.rank} waits for {{}} (of {self.size}) at {address}:{port}")
         self._door = Door(key_of(secret, job_of(self.size, address, port)), self.size)
         self.members = Members(self.rank, own, port + self.rank, self._door, lost_after)
         self.members.look_for({rank: [there, port + rank] for rank in range(1 if self.rank else self.size)})
@@ -138,6 +142,7 @@ class World:
         PeersLostError, RunError
             A process did not come, or has left again; a RunError if it has failed.
         """
+        doubts = {_shortened(name): value for name, value in doubts.items()}
         given = {**facts, "doubts": doubts, "host": host_name(), "cores": list(cores), "place": self.members.place}
         mine = json.loads(json.dumps(given, default=repr))
         self.members.facts = hashed(json.dumps([mine[name] for name in facts])).hex()
@@ -207,15 +212,23 @@ class World:
             A member left in a way that ends the run.
         """
         chosen = self.members.agree(how_stopped, functools.partial(self._proposed, least), self.seconds)
-        if (final := self.members.final) is not None:
-            rank, (way, why) = final
-            raise ERRORS.get(way, RunError)(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
+        self.check_final()
         if self.members.me in chosen["lost"]:
             raise PeersLostError(f"the other members go on without {self.named(self.members.me)}: they did not hear it")
         if chosen["wrong"]:
             raise PeersLostError(chosen["wrong"])
         stay = {rank for rank in self.members.ranks if rank not in chosen["lost"]}
         return _whole(chosen, {rank: [*self.members.places[rank], self._hosts[rank]] for rank in stay})
+
+    def check_final(self, seconds: float = 0.0) -> None:
+        """Raise if a member left in a way that ends the run; it may be heard within some ``seconds``."""
+        end = time.monotonic() + seconds
+        while self.members.final is None and time.monotonic() < end:
+            self.members.news()
+            time.sleep(POLL_SECONDS)
+        if (final := self.members.final) is not None:
+            rank, (way, why) = final
+            raise ERRORS.get(way, RunError)(f"{self.named(rank)} left the run: {why}{ENDED * (ENDED not in why)}")
 
     def next(self, chosen: Mapping[str, Any]) -> None:
         """Begin the incarnation that was agreed on. Raises a SeveredError if a member has fallen meanwhile."""
@@ -307,6 +320,10 @@ class World:
         self._waiting.tick()
         if why := self.members.news():
             raise SeveredError(why)
+
+    def waiting_for(self, whom: str) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``check`` says now and then that this process waits."""
+        return self._waiting.on(whom)
 
     def _proposed(self, least: int, stopped: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
         """The next incarnation, as this member would have it, from what those tell that have stopped."""
@@ -412,9 +429,9 @@ class World:
 
     def part(self, way: str, why: str) -> None:
         """Leave the run: say why, and close what was opened for it; the store stays."""
+        self.members.part(Farewell(way, cut(why)))  # first, as others look for the reason once they are cut off
         if self._gloo is not None:
             self._gloo.close()
-        self.members.part(Farewell(way, cut(why)))
 
     @property
     def _met(self) -> Gloo:
@@ -456,6 +473,10 @@ def in_rows(hosts: Sequence[str]) -> int:
     rows = [hosts[first : first + len(hosts) // count] for first in range(0, len(hosts), len(hosts) // count)]
     regular = len(rows) == count and all(len(set(row)) == 1 for row in rows)
     return count if regular and len(hosts) > count else 1
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) < MOST_NAME else f"{name[:MOST_NAME]} {hashed(name).hex()[:16]}"
 
 
 def _room(item: Mapping[str, Any], everybody: Sequence[Mapping[str, Any]]) -> int:

@@ -63,7 +63,7 @@ class Processes:
         readers: int = 0,
         alarm: Callable[[], str] = str,
     ) -> None:
-        self.options, self.progress, self.seen = records
+        self.options, self.progress, self.seen = records.options, records.progress, records.seen
         self.workers = placement.workers
         self.reading, self.framework = framework.environment, framework.name
         self.ended = ""

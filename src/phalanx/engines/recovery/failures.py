@@ -15,7 +15,7 @@ from phalanx.definition.fields import Definition
 from phalanx.engines.processes.messages import End
 from phalanx.errors import LostError, RunError, spell_samples
 from phalanx.plan.fold import Placement
-from phalanx.plan.lifecycle import OWN, Cause, Place, Stage, Streak, Tally
+from phalanx.plan.lifecycle import OWN, Cause, Place, Stage, Streak
 from phalanx.seams import Framework
 from phalanx.seams.records import Incident, Records
 from phalanx.shared.counters import TASK, Counters
@@ -135,7 +135,7 @@ class FailureLog:
         self._placement = placement
         self._counters = counters
         self._incidents = records.progress.incidents
-        self._tally = Tally(records.options.max_failures)
+        self._tally = records.tally
         self._hopeless: RunError | None = None
         self._tasks = 0  # tasks that were done
 
@@ -182,12 +182,12 @@ class FailureLog:
         RunError
             They die of what they do; or, over several hosts, all begin anew with other workers.
         """
-        if not self._placement.whole:
-            worker, end = min(self.dead.items())
-            raise LostError(f"worker {worker} of this host {end.why}")
         if self._hopeless is not None:  # raised once: the state is copied to the caller after that
             hopeless, self._hopeless = self._hopeless, None
             raise hopeless
+        if not self._placement.whole:
+            worker, end = min(self.dead.items())
+            raise LostError(f"worker {worker} of this host {end.why}")
 
     def came_through(self, kind: int) -> None:
         """Note that a grant was done."""
