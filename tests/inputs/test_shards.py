@@ -3,19 +3,24 @@
 import contextlib
 import functools
 import itertools
+import math
 import os
 import signal
 import time
+import types
 
+import numpy as np
 import pytest
 import torch
 
 import phalanx
 from phalanx.definition import passes
 from phalanx.definition.batches import BatchShares
+from phalanx.definition.data import Share
 from phalanx.definition.passes import Line, Readings
 from phalanx.definition.shards import Dealing, Part, Sharded
 from phalanx.engines import shard_readers
+from phalanx.step import blame
 from tests.inputs.streaming import SIZES, KnowsShard, mixed_rows_of, rows_of, sample, sharded, yielded
 from tests.state.runs import assert_same
 
@@ -28,6 +33,7 @@ KINDS = {
     "epoch_size": {"make_iterable": KnowsShard, "size": 12},
     "whole batches only": {"shards": 6, "replicas": 3, "batch_size": 6, "drop_last": True},
 }
+dropping = pytest.mark.filterwarnings("ignore:drop_last is True, and epoch")
 WAYS = [
     {"engine": "inline", "readers": 1},
     {"engine": "processes", "workers": 2, "readers": 0},
@@ -79,6 +85,7 @@ def test_the_order_is_that_on_paper(seen, shards, replicas, batch):
 
 
 @pytest.mark.long
+@dropping
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_and_readers_decide_nothing(kind):
@@ -91,6 +98,7 @@ def test_workers_and_readers_decide_nothing(kind):
 
 
 @pytest.mark.long
+@dropping
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_anywhere_with_anything(kind, tmp_path):
@@ -269,6 +277,10 @@ REFUSED = {
         {"size": 28},
         "epoch_size is 28, but the shards of replica 1 .* after 3 samples",
     ),
+    "an epoch_size in uneven shares": (
+        {"make_iterable": lambda shard, shards: map(sample, range(6)), "shards": 4, "batch_size": 6, "size": 24},
+        "replica 0 .* after 6 samples .* the first ones are larger where batch_size is no multiple of R",
+    ),
     "nothing": ({"make_iterable": lambda shard, shards: iter(())}, "has no samples in epoch 0"),
     "no whole batch": (
         {"shards": 6, "batch_size": 24, "drop_last": True},
@@ -284,6 +296,16 @@ def test_what_is_refused(what):
     changes, match = REFUSED[what]
     with pytest.raises(phalanx.UsageError, match=match):
         sharded(**changes).train(engine="inline")
+
+
+def test_whole_batches_of_uneven_shards_are_warned_of():
+    """They leave out more than a short batch, which is said once in a run; of even shards nothing is said."""
+    told = "epoch 0 ends .* of the shards of 2 other replicas .of 0, say. are left out. Make shards equally long"
+    with pytest.warns(UserWarning, match=told) as warned:
+        sharded(**KINDS["whole batches only"]).train(engine="inline")
+    assert len(warned) == 1
+    even = {**KINDS["whole batches only"], "make_iterable": lambda shard, shards: map(sample, range(7))}
+    assert sharded(**even, epochs=1).train(engine="inline").samples == 6 * 7
 
 
 def test_arguments_without_shards():
@@ -393,6 +415,17 @@ def test_replica_0_may_have_no_more(changes):
     expected = made.train(engine="inline")
     assert expected.steps == 15
     assert_same(made.train(engine="processes", workers=3), expected)
+
+
+def test_samples_of_other_processes_have_no_numbers():
+    """An error in a loss over the whole batch names those samples that were read here."""
+    made = sharded(shards=2, replicas=2, loss_over="batch")
+    shares = [Share(np.array(numbers), None, "data", epoch=0) for numbers in ([3, 8], [-3, -4])]
+    computed = types.SimpleNamespace(loss=math.nan, gradient=())
+    torch_like = types.SimpleNamespace(
+        gradients=lambda work: iter([computed]), arithmetic=types.SimpleNamespace(read=list)
+    )
+    assert blame(torch_like, made, 0, shares, [0]).samples == (3, 8)
 
 
 def test_a_replica_comes_back_in_one_step():

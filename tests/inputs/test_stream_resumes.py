@@ -1,12 +1,26 @@
 """Runs over streams that go on where an earlier one was: the same bits from any step, and whoever cannot says so."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
 
 import phalanx
-from tests.inputs.streaming import BATCH, COUNT, Forgets, Knows, Walker, generate, recipe, sample, shuffled, yielded
+from tests.inputs.streaming import (
+    BATCH,
+    COUNT,
+    Forgets,
+    Knows,
+    KnowsShard,
+    Walker,
+    generate,
+    recipe,
+    sample,
+    sharded,
+    shuffled,
+    yielded,
+)
 from tests.state.runs import assert_same
 
 STEPS = 11  # beyond two epochs
@@ -66,6 +80,17 @@ def test_a_place_that_is_known_is_not_read_up_to(iterable, read, tmp_path):
     yielded(0)
     recipe(iterable, steps=4).train(engine="inline", run_dir=tmp_path)
     assert yielded() <= COUNT - 3 * BATCH + read < COUNT
+
+
+@pytest.mark.parametrize(("made", "iterable"), [(recipe, Knows), (sharded, KnowsShard)])
+def test_a_finished_run_is_opened_without_a_sample(made, iterable, tmp_path):
+    """One that ended in the middle of an epoch is not read again, and goes on from its place once it is longer."""
+    job = functools.partial(made, iterable, buffer=5)
+    first = job(steps=5).train(engine="inline", run_dir=tmp_path)
+    yielded(0)
+    again = job(steps=5).train(engine="inline", run_dir=tmp_path)
+    assert (again.digest, yielded()) == (first.digest, 0)
+    assert_same(job(steps=STEPS).train(engine="inline", run_dir=tmp_path), job(steps=STEPS).train(engine="inline"))
 
 
 def test_a_state_that_leads_elsewhere(tmp_path):

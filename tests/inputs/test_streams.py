@@ -105,8 +105,8 @@ def epochs_of(*, buffer, **changes):
     return [seen[place : place + COUNT] for place in range(0, 3 * COUNT, COUNT)]
 
 
-def test_epochs_of_any_length():
-    """An epoch ends where its iterable does, and evaluations, reports and callbacks go by that."""
+def test_epochs_of_any_length(capsys):
+    """An epoch ends where its iterable does; evaluations, reports, callbacks and lines of progress go by that."""
     lengths = itertools.cycle([9, 20, 8])
     made = recipe(lambda: map(sample, range(next(lengths))), epochs=3)
     reports = []
@@ -116,6 +116,10 @@ def test_epochs_of_any_length():
     assert [report.epoch for report in reports] == [0, 0, 1, 1, 1, 2]
     assert [report.samples for report in reports] == [8, 1, 8, 8, 4, 8]
     assert [item.steps for item in result.metric_history] == [2, 5, 6]
+    lines = [line.split(",") for line in capsys.readouterr().err.splitlines()]
+    assert [line[0] for line in lines] == [f"phalanx: epoch {number}/3" for number in (1, 2, 3)]
+    assert [line[1] for line in lines] == [f" step {item.steps}" for item in result.metric_history]
+    assert all(" cross_entropy " in line[3] for line in lines)
     assert result.steps_per_epoch is None
 
 
@@ -127,6 +131,15 @@ def test_endless_streams():
     assert reports[3].lr == reports[2].lr / 2
     assert recipe(endless, steps=5).train(engine="inline").samples == 5 * BATCH
     assert recipe(endless, size=20, drop_last=True, epochs=2).train(engine="inline").steps == 4
+
+
+def test_a_batch_that_is_brought_is_of_no_epoch():
+    """So it is refused where the schedule goes by epochs, and the run goes on without it."""
+    with recipe(endless, size=20, epochs=2, schedule_every="epoch", scheduler=_halving).start(engine="inline") as run:
+        next(run)
+        with pytest.raises(phalanx.UsageError, match="schedule_every is 'epoch' and data is a stream"):
+            run.step((torch.ones(2, 5), torch.tensor([0, 1])))
+        assert [report.samples for report in run] == [8, 4, 8, 8, 4]
 
 
 def _halving(optimizer):

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from phalanx.definition import checks
 from phalanx.definition.batches import Drawn
 from phalanx.definition.fields import Definition
 from phalanx.definition.passes import (
@@ -220,6 +221,7 @@ class Dealing:
         last = self._last
         if last is None:
             last = not (all if self._dealer.drops else any)(head.more for head in told)
+            self._dealer.tell_dropped([replica for replica, head in enumerate(told) if last and head.more])
         mine = [self._shares[replica][1] if replica in self._shares else None for replica in range(len(counts))]
         numbers, samples = list[int](), list[Any]()
         for items, count in zip(mine, counts, strict=True):
@@ -270,6 +272,7 @@ class Sharded:
         self._parts = dict[int, Part]()
         self._catching: tuple[Shown, bool] = (lambda numbers, _: numbers), False
         self._dealing: Dealing | None = None
+        self._told = False  # that samples are dropped
         self._begin(0, 0)
 
     def next(self) -> Drawn | Dealing:
@@ -351,8 +354,8 @@ class Sharded:
             raise UsageError(
                 f"epoch_size is {self._size}, but the shards of replica {replica} ({replica} and each "
                 f"{self._definition.replicas}th after it) ended after {had} samples of epoch {self.epoch}, and its "
-                "part is more: each replica has the same part of epoch_size. Lower it, or leave it out: an epoch then "
-                "ends with the last sample of all"
+                "part is more: that of all its shares, of which the first ones are larger where batch_size is no "
+                "multiple of R. Lower epoch_size, or leave it out: an epoch then ends with the last sample of all"
             )
         if not sum(counts):
             raise UsageError(
@@ -364,6 +367,16 @@ class Sharded:
                 f"drop_last is True and a batch has {sum(sizes)} samples, but in epoch {self.epoch} the shards of "
                 f"replica {short[0]} have {counts[short[0]]} of the {sizes[short[0]]} for its share: every batch would "
                 "be dropped; lower batch_size, or set drop_last=False"
+            )
+
+    def tell_dropped(self, replicas: Sequence[int]) -> None:
+        """Warn once if ``drop_last`` leaves out what these replicas could still have had: more than a short batch."""
+        if replicas and not self._told:
+            self._told = True
+            checks.warn(
+                f"drop_last is True, and epoch {self.epoch} ends as soon as one replica has no whole share left: more "
+                f"samples of the shards of {len(replicas)} other replicas (of {replicas[0]}, say) are left out. Make "
+                "shards equally long, and batch_size a multiple of R, or set drop_last=False"
             )
 
     def note(self, places: list[Place], given: int, *, over: bool) -> None:

@@ -270,6 +270,9 @@ def supplied(
     dealer = Sharded(*facts, engine.reading, apart=apart) if stream.shards else Whole(*facts)
     supply = Supply(dealer, engine.reading, opener.close)
     state = seen.take(STATE)
+    if state is not None and definition.steps is not None and progress.steps >= definition.steps:
+        seen.keep(STATE, lambda: state)  # all steps are done, so nothing is read again
+        return supply
     if state is not None or (progress.resumed_from is not None and not anyway):
         dealt = supply.go_on(state or {}, shown, anyway=anyway)
         if dealt > progress.samples and not definition.drop_last:  # drop_last leaves some out

@@ -200,7 +200,7 @@ def say_resumed(run: Any, total: int | None) -> None:
 
 
 class ProgressLines(Observer):
-    """Prints a line on stderr after each epoch, after each minute where those are longer, and at the end.
+    """Prints a line on stderr after each epoch and evaluation, after each minute, and at the end.
 
     The loss is the mean over the steps since the line before; metrics are those that were evaluated since then.
 
@@ -227,7 +227,7 @@ class ProgressLines(Observer):
         self._samples += report.samples
         self._metrics |= report.metrics
         ended = self._definition.source is not None and self._definition.epoch_ended(report.step + 1)
-        if ended or time.monotonic() - self._since >= LINE_SECONDS:
+        if ended or report.metrics or time.monotonic() - self._since >= LINE_SECONDS:
             self._line()
 
     def end(self) -> None:
