@@ -229,6 +229,22 @@ def test_epoch_step_and_batch_are_told(workers):
     assert metrics == {"at_epoch": [0, 1, 2], "at_step": [3, 6, 9]}
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_loss_over_held_out_data(workers):
+    """``Evaluation("loss", data)`` is the mean of ``training_step`` over that data, in the epoch that has ended."""
+    x, held_out = X.double(), phalanx.Evaluation("loss", (X[48:70].double(), Y[48:70]), batch_size=8)
+    given = {"train_dataloaders": None, "val_dataloaders": None, "data": (x[:48], Y[:48]), "batch_size": 16}
+    recipe, _ = recipe_of(Classifier(dropout=0.2).double(), **given)
+    engine = "inline" if workers == 1 else "processes"
+    result = recipe.train(workers=workers, engine=engine, evaluation=held_out)
+    model, total = result.model.eval(), 0.0
+    for first in range(48, 70, 8):
+        output, y = model(x[first : min(first + 8, 70)]), Y[first : min(first + 8, 70)]
+        total += (F.cross_entropy(output, y) + 0.1 * 2 * output.square().mean()).item() * len(y)
+    assert result.metric_history[-1].value == pytest.approx(total / 22, rel=1e-12)
+    assert [one.steps for one in result.metric_history] == [3, 6, 9]
+
+
 def test_an_epoch_that_is_not_told_changes_bits():
     """The annealed loss follows the epoch: where that has no part, the first epoch is the same, and not the digest."""
     told, plain = (recipe_of(Classifier(annealed=rate))[0].train(engine="inline") for rate in (0.1, 0.0))

@@ -13,6 +13,7 @@ import phalanx
 
 pytest.importorskip("lightning")
 from lightning import pytorch as pl
+from torchmetrics import PearsonCorrCoef
 
 from phalanx.integrations import lightning
 from tests.integrations.test_lightning import Classifier, Digits, X, Y, loader, recipe_of
@@ -52,6 +53,15 @@ def test_hooks(name):
     else:
         with pytest.raises(phalanx.UsageError, match=f"overrides {name}, which would not be called"):
             recipe_of(module)
+
+
+@pytest.mark.parametrize("end", ["step_end", "epoch_end"])
+@pytest.mark.parametrize("stage", ["training", "validation"])
+def test_hooks_of_lightning_1(stage, end):
+    """Methods that Lightning 2 refuses, as it calls them no more, are refused here, too."""
+    module = type("Own", (Classifier,), {f"{stage}_{end}": lambda self, outputs: None})()
+    with pytest.raises(phalanx.UsageError, match=f"overrides {stage}_{end}, which would not be called"):
+        recipe_of(module)
 
 
 @pytest.mark.parametrize("name", ["on_before_batch_transfer", "prepare_data_per_node_", "configure_callbacks"])
@@ -184,6 +194,35 @@ def test_names_that_differ_from_batch_to_batch():
         recipe_of(silent)
 
 
+class Correlated(Classifier):
+    """Logs a metric that torchmetrics does not merge."""
+
+    def __init__(self):
+        super().__init__()
+        self.near = PearsonCorrCoef()
+
+    def validation_step(self, batch, batch_idx):
+        self.near.update(self(batch[0])[:, 0], batch[1].float())
+        self.log("near", self.near)
+
+
+def test_metrics_that_are_not_merged():
+    """An object of torchmetrics that has to see all in order is refused at once, but for a single batch."""
+    with pytest.raises(phalanx.UsageError, match="has a PearsonCorrCoef, whose states its library does not merge"):
+        recipe_of(Correlated())
+    recipe, evaluation = recipe_of(Correlated(), val_dataloaders=loader(48, 70, batch_size=22))
+    assert [one.name for one in recipe.train(engine="inline", evaluation=evaluation).metric_history] == ["near"] * 3
+
+
+@pytest.mark.parametrize(("changes", "steps"), [({"epochs": 4}, 9), ({"batch_size": 8}, 3)])
+def test_a_recipe_that_was_changed(changes, steps):
+    """The module was told of epochs and steps: one that it does not know of is refused, with the way out."""
+    recipe = recipe_of(Classifier())[0].replace(**changes)
+    with pytest.raises(phalanx.UsageError, match=f"step {steps} in epoch .*call lightning.recipe again") as caught:
+        recipe.train(engine="inline")
+    assert caught.value.result.steps == steps
+
+
 class Endless(loading.IterableDataset):
     """Read in its own order."""
 
@@ -238,6 +277,7 @@ ARGUMENTS = {
     "max_epochs": "it is called epochs", "gradient_clip_val": "it is called max_norm", "devices": "but an option",
     "accumulate_grad_batches": "replicas are that", "callbacks": "but an option", "loss_fn": "the module says that",
     "check_val_every_n_epoch": "every_epochs=2", "limit_train_batches": "Subset", "strategy": "workers=4",
+    "limit_val_batches": r"a loader with fewer data: DataLoader\(torch.utils.data.Subset",
     "fast_dev_run": "steps=1", "logger": "callbacks", "gradient_clip_algorithm": "max_norm", "num_sanity": "there are",
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
+from phalanx.callbacks import EMA
 from phalanx.integrations.sklearn import Classifier, Regressor
 
 X, Y = load_iris(return_X_y=True)
@@ -60,14 +61,14 @@ def test_scikit_learn_takes_them_for_its_own(kind):
 
 
 @pytest.mark.long
-def test_a_fit_is_a_run():
-    """The digest is that of the recipe that one would write, and so are the predictions."""
-    estimator = Classifier(net, epochs=3, lr=0.01, batch_size=16, max_norm=1.0, random_state=7).fit(X, Y)
+@pytest.mark.parametrize("callbacks", [(), (EMA(0.9),)], ids=["plain", "averaged"])
+def test_a_fit_is_a_run(callbacks):
+    """The digest is that of the recipe that one would write, and so are the predictions, with averages if there are."""
+    given = {"epochs": 3, "lr": 0.01, "batch_size": 16, "max_norm": 1.0}
+    estimator = Classifier(net, random_state=7, callbacks=callbacks, **given).fit(X, Y)
     x = X.astype(np.float32)
-    recipe = phalanx.Recipe(
-        lambda: net(4, 3), (x, Y), F.cross_entropy, epochs=3, lr=0.01, batch_size=16, max_norm=1.0, seed=7
-    )
-    result = recipe.train(engine="inline")
+    recipe = phalanx.Recipe(lambda: net(4, 3), (x, Y), F.cross_entropy, seed=7, **given)
+    result = recipe.train(engine="inline", callbacks=callbacks)
     assert estimator.digest_ == result.digest
     chances = torch.softmax(result.predict(x).double(), 1).numpy()
     assert np.array_equal(estimator.predict_proba(X), chances)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -23,11 +24,13 @@ from phalanx.engines.processes.handle import WorkerHandle
 from phalanx.engines.processes.serialization import pack_each, unpack_one
 from phalanx.frameworks.registry import reduced
 from phalanx.lab import many
+from phalanx.run.run import Run
 from phalanx.shared.memory import Memory
 from tests.callbacks.jobs import HELD_OUT, TARGETS, X, Y, accuracy, make_model
 
 JOB = """
 import time
+import types
 import torch, phalanx
 from torch.nn import functional as F
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -106,24 +109,59 @@ print(found[0])
     assert told[0] != told[1]
 
 
+class Patience:
+    """Stops a run at the third step whose loss is above the mean so far; notes the steps that this process did."""
+
+    def __init__(self):
+        self.loaded, self.here = (0, 0.0), []
+
+    def begin(self, run):
+        self.run, (self.high, self.total), self.loaded = run, self.loaded, (0, 0.0)
+
+    def step(self, report):
+        self.here.append(report.step)
+        self.total += report.loss
+        self.high += report.loss > self.total / (report.step + 1)
+        if self.high == 3:
+            self.run.stop()
+
+    def state(self):
+        return {"high": self.high, "total": self.total}
+
+    def load(self, state):
+        self.loaded = state["high"], state["total"]
+
+
+@pytest.mark.long
+def test_a_job_that_was_stopped_is_not_gone_on_with():
+    """A callback of one's own need not remember that it stopped its run: the caller does no step after that."""
+    patience = Patience()
+    (result,) = phalanx.train_all([(job(epochs=30), None, [patience])])
+    assert told(result) == told(job(epochs=30).train(workers=1, callbacks=[Patience()]))
+    assert (patience.here, patience.high) == ([], 3)
+    assert result.stopped_early == f"at step {result.steps} of 150 by run.stop()"
+
+
 def broken(model, batch):
     raise ZeroDivisionError("of this one alone")
 
 
 @pytest.mark.long
-def test_a_failure_ends_one_and_not_all(tmp_path):
+def test_a_failure_ends_one_and_not_all(tmp_path, capsys):
     """Its place has the error, from the user's own; a folder of another recipe is refused as in ``train``."""
     jobs = {"good": job(0), "bad": job(1, forward_fn=broken), "other": job(2)}
     job(3).train(workers=1, run_dir=tmp_path / "other")
     with pytest.raises(
         phalanx.RunError, match=r"2 of 3 recipes failed \(bad: WorkerError: .*of this one alone"
     ) as raised:
-        phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
+        phalanx.train_all(jobs, workers=2, run_dir=tmp_path, progress=True)
     results = raised.value.results
     assert results["good"].digest == job(0).train(workers=1).digest
     assert isinstance(results["bad"].__cause__, ZeroDivisionError)
     assert isinstance(results["other"], phalanx.UsageError)
     assert "seed" in str(results["other"])
+    lines = sorted(line.partition(" (")[0] for line in capsys.readouterr().err.splitlines())
+    assert lines == [f"phalanx: recipe {name}" for name in sorted(jobs)]
 
 
 def leaving(model, batch):
@@ -162,41 +200,61 @@ def test_whatever_ends_a_job_is_told(bad, words):
     assert raised.value.results[1].digest == job(0).train(workers=1).digest
 
 
+@pytest.mark.long
+def test_a_model_on_an_accelerator_is_refused_at_once(tmp_path):
+    """Several processes would share it: nothing is computed there before that is said."""
+    caller, there = os.getpid(), types.SimpleNamespace(device=torch.device("cuda:1"))
+
+    def make_far():
+        if os.getpid() != caller:
+            Run.params = property(lambda run: {"weight": there})  # planted
+        return make_model()
+
+    def stepping(model, batch):
+        (tmp_path / "stepped").touch()
+        return model(batch[0])
+
+    with pytest.raises(phalanx.RunError, match="UsageError: its model is on cuda:1, and several would share that"):
+        phalanx.train_all([job(make_model=make_far, forward_fn=stepping)])
+    assert not (tmp_path / "stepped").exists()
+
+
 class Dying(nn.Module):
     """Kills its process at a step, as often as there are files to take away."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, how):
         super().__init__()
-        self.layer, self.folder = nn.Linear(6, 2), folder
+        self.layer, self.folder, self.how = nn.Linear(6, 2), folder, how
 
     def forward(self, x):
         if self.training and phalanx.current_step() == 3:
             for left in self.folder.glob("*"):
                 left.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.how)
         return self.layer(x)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(("deaths", "ends"), [(2, True), (3, False)])
-def test_a_job_that_is_killed_goes_on(tmp_path, deaths, ends):
+def test_a_job_that_is_killed_goes_on(tmp_path, deaths, ends, how):
     """Two deaths change nothing; after three in a row its place says so."""
     (tmp_path / "a").mkdir()
     for number in range(deaths):
         (tmp_path / "a" / str(number)).touch()
     (tmp_path / "b").mkdir()
-    jobs = [_dying(tmp_path / name) for name in ("a", "b")]
+    jobs = [_dying(tmp_path / name, how) for name in ("a", "b")]
     if ends:
         first, second = phalanx.train_all(jobs, workers=2)
         assert first.digest == second.digest
         return
-    with pytest.raises(phalanx.RunError, match="its process was killed by SIGKILL, 3 times in a row") as raised:
+    with pytest.raises(phalanx.RunError, match=f"its process was killed by {how.name}, 3 times in a row") as raised:
         phalanx.train_all(jobs, workers=2)
-    assert raised.value.results[1].digest == _dying(tmp_path / "b").train(workers=1).digest
+    assert raised.value.results[1].digest == _dying(tmp_path / "b", how).train(workers=1).digest
 
 
-def _dying(folder):
-    return phalanx.Recipe(lambda: Dying(folder), (X, Y), F.cross_entropy, replicas=2, epochs=2)
+def _dying(folder, how):
+    return phalanx.Recipe(lambda: Dying(folder, how), (X, Y), F.cross_entropy, replicas=2, epochs=2)
 
 
 def slow(model, batch):
@@ -204,9 +262,21 @@ def slow(model, batch):
     return model(batch[0])
 
 
+@pytest.fixture
+def terms():
+    """The SIGTERMs that a handler of the caller's has had."""
+    numbers = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.long
-def test_ctrl_c_lets_steps_end_and_the_same_call_goes_on(tmp_path):
-    """What has not ended has None; afterwards all digests are those of runs that nobody interrupted."""
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, phalanx.Preempted)], ids=["INT", "TERM"]
+)
+def test_a_signal_lets_steps_end_and_the_same_call_goes_on(tmp_path, terms, number, error):
+    """What has not ended has None, and was saved; afterwards all digests are those of runs that nobody interrupted."""
     jobs = [job(seed, forward_fn=slow, epochs=8) for seed in range(3)]
     begun = tmp_path / "0" / LOG
 
@@ -214,12 +284,13 @@ def test_ctrl_c_lets_steps_end_and_the_same_call_goes_on(tmp_path):
         while not begun.exists():
             time.sleep(0.05)
         time.sleep(1.5)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
     threading.Thread(target=press).start()
-    with pytest.raises(KeyboardInterrupt) as raised:
+    with pytest.raises(error) as raised:
         phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
     assert None in raised.value.results
+    assert len(terms) == (number == signal.SIGTERM)
     found = phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
     assert any(result.resumed_from for result in found)
     assert [result.digest for result in found] == [job(seed, epochs=8).train(workers=1).digest for seed in range(3)]
@@ -364,16 +435,17 @@ def command(folder, *arguments):
 
 
 @pytest.mark.long
-def test_the_shell_trains_all_combinations(tmp_path):
-    """Runs are called after their arguments; a table has them; kill -9 of all, and the same command goes on."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)], ids=["KILL", "TERM"])
+def test_the_shell_trains_all_combinations(tmp_path, number, code):
+    """Runs are called after their arguments; a table has them; after kill -9 of all, or SIGTERM, it goes on."""
     (tmp_path / "job.py").write_text(JOB.format(pause=0.05))
     line = command(tmp_path, "lr=0.1,0.01", "seed=0..1", "--jobs", "2", "--run-dir", str(tmp_path / "runs"), "--json")
     first = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL)
     while not (tmp_path / "runs" / "lr=0.1,seed=0" / LOG).exists():
         time.sleep(0.05)
         assert first.poll() is None
-    first.kill()
-    first.wait()
+    first.send_signal(number)
+    assert first.wait() == code
     rows = json.loads(subprocess.run(line, cwd=tmp_path, check=True, capture_output=True, text=True).stdout)
     assert [row["run"] for row in rows] == [f"lr={lr},seed={seed}" for lr in (0.01, 0.1) for seed in (0, 1)]
     assert {row["state"] for row in rows} == {"finished"}
@@ -397,6 +469,16 @@ def test_recipes_of_a_sweep_differ_by_their_arguments_alone(tmp_path, monkeypatc
     recipes = load_recipes(str(tmp_path / "drawn.py"), [[f"lr={lr}"] for lr in (0.1, 0.2)])
     first, second = (recipe.data[0] for recipe, *_ in recipes)
     assert torch.equal(first, second)
+
+
+@pytest.mark.long
+def test_the_shell_says_why_no_job_has_begun(here, tmp_path):
+    """Where all are refused there is no table, and their error is told."""
+    waiting = "from phalanx.callbacks import SaveBest\ncallbacks = [SaveBest('accuracy')]\n"
+    (tmp_path / "job.py").write_text(JOB.format(pause=0) + waiting)
+    done = here("train", "job.py", "lr=0.1,0.01", "--jobs", "2", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "2 of 2 recipes failed (lr=0.1: UsageError: callbacks has SaveBest('accuracy'), but nothing" in done.stderr
 
 
 @pytest.mark.long

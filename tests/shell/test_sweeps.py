@@ -141,7 +141,21 @@ def test_runs_are_listed(here, job, tmp_path):
     assert [" *" in line for line in lines[1:]] == [row["best_of_all"] for row in rows]
     (alone,) = rows_of(tmp_path / "runs" / "a")
     assert (alone["run"], alone["best_of_all"], alone["metrics"]) == (".", True, rows[0]["metrics"])
+    others = [row["run"] for row in rows if not row["best_of_all"]]
+    some = rows_of(tmp_path / "runs", others)  # of a sweep beside other runs
+    assert ([row["run"] for row in some], sum(row["best_of_all"] for row in some)) == (others, 1)
     assert "there is no run" in here("runs", ".", cwd=tmp_path).stderr
+
+
+@pytest.mark.long
+def test_values_that_are_paths(here, job, tmp_path):
+    """A folder has % in place of a slash; the same command goes on there, and arguments are as they were given."""
+    line = ("train", "job.py", "kind=sets/a,sets/b", "--jobs", "2", "--run-dir", "runs", "--json")
+    for _ in range(2):
+        rows = json.loads(here(*line, cwd=tmp_path).stdout)
+        kinds = {row["run"]: row["arguments"]["kind"] for row in rows}
+        assert kinds == {"kind=sets%a": "sets/a", "kind=sets%b": "sets/b"}
+    assert sorted(os.listdir(tmp_path / "runs")) == list(kinds)
 
 
 def test_states_of_runs(job, tmp_path):

@@ -9,6 +9,7 @@ run the same again; 4 two workers or processes computed different bits, so not o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -92,7 +93,10 @@ Audit = Annotated[str, typer.Option("--audit", metavar="SHARE", help="Share of s
 MaxSeconds = Annotated[
     float | None, typer.Option("--max-seconds", help="Stop after so long; with --run-dir, run again to go on.")
 ]
-Weights = Annotated[str, typer.Option("--save", metavar="FILE", help="Write the weights, as model.safetensors.")]
+Weights = Annotated[
+    str,
+    typer.Option("--save", metavar="FILE", help="Write the weights, averaged ones if there are, as model.safetensors."),
+]
 Jobs = Annotated[str, typer.Option("--jobs", help="Train all of lr=0.1,0.01 seed=0..4, so many at a time, or auto.")]
 ALONE = {  # options that --jobs does not go with, and their defaults
     "--workers": "auto",
@@ -197,8 +201,9 @@ def _swept(
         )  # fmt: skip
     except RunError as raised:
         error = raised
-    rows = [row for row in sweeps.rows_of(pathlib.Path(run_dir)) if row["run"] in recipes]
-    show(rows, sweeps.table(rows), json_=json_)
+    with contextlib.suppress(*([UsageError] if error else [])):  # none of them may have begun
+        rows = sweeps.rows_of(pathlib.Path(run_dir), recipes)
+        show(rows, sweeps.table(rows), json_=json_)
     if error is not None:
         raise error
 

@@ -69,7 +69,7 @@ def combinations(given: Sequence[str]) -> dict[str, list[str]]:
     """
     named = [(name, _values(text)) for name, text in map(_parted, given)]
     rows = itertools.product(*([f"{name}={value}" for value in values] for name, values in named))
-    return {",".join(row): list(row) for row in rows}
+    return {",".join(row).replace("/", "%"): list(row) for row in rows}  # the names are those of folders, too
 
 
 def _values(text: str) -> list[str]:

@@ -70,8 +70,10 @@ class Evaluation:
     collate_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        self.metrics(single=False)
+        metrics = self.metrics(single=False)
         object.__setattr__(self, "data", check_samples(self.data, self.batch_size))
+        if len(open_data(self.data, "evaluation data")) > self.batch_size:
+            metrics.check_merges()
         for name, example in FUNCTIONS.items():
             checks.function(f"{name} of an evaluation", getattr(self, name), f"{name}={example}")
         checks.integer("every_epochs", self.every_epochs, least=1)

@@ -18,7 +18,7 @@ from phalanx.definition import checks, generators
 from phalanx.definition.data import is_array, map_tree
 from phalanx.definition.joining import joined
 from phalanx.definition.plain import hashed
-from phalanx.definition.reachable import held_by
+from phalanx.definition.reachable import held_by, installed
 from phalanx.errors import UsageError
 from phalanx.plan.fold import fold_values
 from phalanx.plan.keys import evaluation_key
@@ -95,11 +95,11 @@ class Folded:
     """A metric object that keeps a state, as torchmetrics has them: each chunk's state is merged in order."""
 
     def __init__(self, metric: Any) -> None:
-        self._metric = metric
+        self.metric = metric
 
     def see(self, output: Any, target: Any, home: Home) -> Any:
         """The state of a fresh metric after this chunk."""
-        fresh = copy.deepcopy(self._metric)
+        fresh = copy.deepcopy(self.metric)
         fresh.reset()
         fresh.update(_at_home(output, home), _at_home(target, home))
         return fresh
@@ -128,6 +128,27 @@ def _merge(total: Any, other: Any) -> None:
             f"metric_fn has a {type(total).__name__}, whose states cannot be merged (it has no merge_state); take a "
             "version of its library that has one, or compute it over all outputs: phalanx.whole(function)"
         )
+
+
+def check_merges(metric: Any) -> None:
+    """Refuse an object whose library refuses to merge it, of a collection each, before hours of training.
+
+    Raises
+    ------
+    UsageError
+        Its class has to see all in order, or does not say that it need not.
+    """
+    several = callable(getattr(metric, "keys", None))  # a collection, which is no dict
+    for one in [metric[name] for name in metric.keys()] if several else [metric]:  # noqa: SIM118
+        merges = next((kind for kind in type(one).__mro__ if "merge_state" in vars(kind)), object)
+        of_library = "full_state_update" in vars(merges) and installed(merges.__module__)
+        if of_library and (one.full_state_update is not False or one.dist_sync_on_step):
+            raise UsageError(
+                f"metric_fn has a {type(one).__name__}, whose states its library does not merge, as its "
+                "full_state_update is not False, and there are several chunks; compute it over all outputs: "
+                "phalanx.whole(function). In a class of your own write full_state_update = False if update() does not "
+                "read what it has summed up"
+            )
 
 
 class Predictions:
@@ -237,6 +258,12 @@ class Metrics:
         self._single = single
         self._metrics = _named(metric_fn)
 
+    def check_merges(self) -> None:
+        """Refuse objects that cannot be merged: there are several chunks."""
+        for metric in self._metrics.values():
+            if isinstance(metric, Folded):
+                check_merges(metric.metric)
+
     @property
     def holders(self) -> dict[str, Any]:
         """Its functions."""
@@ -246,11 +273,6 @@ class Metrics:
     def generators(self) -> generators.Owned:
         """Random generators that its functions own."""
         return generators.find(self.holders)
-
-    @property
-    def takes_loss(self) -> bool:
-        """Whether the recipe's own loss is among the metrics."""
-        return any(isinstance(metric, Loss) for metric in self._metrics.values())
 
     @property
     def takes_output(self) -> bool:

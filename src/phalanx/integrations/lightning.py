@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import phalanx
 from phalanx.definition.generators import kept
+from phalanx.definition.metrics import check_merges
 from phalanx.errors import UsageError
 from phalanx.integrations import lightning_steps as steps
 from phalanx.integrations.lightning_optimizers import configured, optimizer_of, scheduler_of
@@ -44,7 +45,8 @@ HOOKS = {  # a part of a hook's name, and the way out
     "": "do it in training_step, or in a callback: recipe.train(callbacks=[...])",
 }
 EVALUATED = "an evaluation knows how often: dataclasses.replace(evaluation, every_epochs=2), or every_steps=100"
-FEWER = "give fewer data: data=torch.utils.data.Subset(dataset, range(100))"
+FEWER = "give a loader with fewer data: DataLoader(torch.utils.data.Subset(dataset, range(100)), batch_size=32)"
+REMOVED = [f"{stage}_{end}" for stage in ("training", "validation") for end in ("step_end", "epoch_end")]  # in 2.0
 ARGUMENTS = {
     **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval"), EVALUATED),
     **dict.fromkeys(("limit_train_batches", "overfit_batches", "limit_val_batches"), FEWER),
@@ -116,12 +118,13 @@ def _overridden(owner: Any) -> list[str]:
     """Which methods of Lightning's an object has of its own: what this version of Lightning would call on it."""
     base = _base(owner, MODULE, DATA_MODULE)
     theirs = {name: inspect.getattr_static(base, name) for name in dir(base) if not hasattr(torch.nn.Module, name)}
-    return [
+    own = [
         name
         for name, method in theirs.items()
         if not name.startswith("_") and callable(method)
         if name in vars(owner) or inspect.getattr_static(type(owner), name) is not method
     ]
+    return own + [name for name in REMOVED if name not in theirs and callable(getattr(owner, name, None))]
 
 
 def _check(module: Any, datamodule: Any, fields: Mapping[str, Any]) -> None:
@@ -194,6 +197,9 @@ def _evaluation(module: Any, fields: Mapping[str, Any]) -> phalanx.Evaluation:
     if not logged:
         raise UsageError("validation_step logs nothing that could be evaluated; call self.log('val_loss', loss)")
     steps.tell(module, logged=frozenset(logged))
+    for value in logged.values():
+        if len(samples) > size and steps.is_metric(value):
+            check_merges(value)
     metrics = {name: steps.Merged(name) if steps.is_metric(logged[name]) else steps.reading(name) for name in logged}
     functions = {"forward_fn": steps.validated, "target_fn": lambda batch: None, "collate_fn": samples.collate}
     return phalanx.Evaluation(metrics, samples, batch_size=size, **functions)

@@ -161,12 +161,22 @@ def _called(model: Any, step: Callable[..., Any], batch: Any, index: int) -> Any
 
 def loss_of(model: Any, batch: Any) -> Any:
     """``training_step`` as a loss; what it logs are named losses."""
-    epoch, step, progress = phalanx.current_epoch(), phalanx.current_step(), getattr(model, PROGRESS)
-    before, _, first = progress.tolist()
-    length = getattr(model, FACTS).num_training_batches
-    first = epoch * length if math.isfinite(length) else first if epoch == before else step
-    progress.copy_(torch.tensor([epoch, step + 1, first]))  # a buffer, as evaluations belong to no step
-    with attached(model, training=True) as logged:
+    facts, progress = getattr(model, FACTS), getattr(model, PROGRESS)
+    before, steps, first = progress.tolist()
+    step = _now(phalanx.current_step, -1)
+    if step < 0:  # an evaluation of the loss, with the numbers of the last step
+        epoch, step = before, max(first, steps - 1)
+    else:
+        epoch, length = phalanx.current_epoch(), facts.num_training_batches
+        first = epoch * length if math.isfinite(length) else first if epoch == before else step
+        if step >= facts.estimated_stepping_batches or not first <= step < first + length:
+            raise UsageError(
+                f"step {step} in epoch {epoch} is none of those that the module was told of ({length} in an epoch, "
+                f"{facts.estimated_stepping_batches} in all), as the recipe was changed since; call lightning.recipe "
+                "again, with epochs=, steps=, batch_size= or data="
+            )
+        progress.copy_(torch.tensor([epoch, step + 1, first]))  # a buffer, as evaluations belong to no step
+    with attached(model, training=True, epoch=epoch, steps=step) as logged:
         returned = _called(model, model.training_step, batch, step - first)
         named = {name: _number(name, value.compute()) if is_metric(value) else value for name, value in logged.items()}
     loss = returned.get("loss") if isinstance(returned, Mapping) else returned

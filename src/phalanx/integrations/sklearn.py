@@ -153,8 +153,9 @@ class _Network(BaseEstimator):
         means = [float(np.mean(losses[at : at + steps])) for at in range(0, len(losses), steps)]
         self.model_, self.digest_, self.n_iter_, self.loss_curve_ = result.model, result.digest, len(means), means
         self.validation_loss_curve_ = [one.value for one in result.metric_history] if self.early_stopping else None
-        if result.best is not None:
-            self.model_.load_state_dict(result.best.weights)
+        used = result.averaged if result.best is None else result.best.weights
+        if used:  # of averaged weights there are no buffers
+            self.model_.load_state_dict({**self.model_.state_dict(), **used})
 
     def _maker(self, features: int, outputs: int) -> Any:
         """The recipe's ``make_model``."""

@@ -1,15 +1,16 @@
 """Many recipes at once on one machine: folds, seeds, a grid. Each is trained in a process of its own, inline.
 
 Each run is kept in a directory, as any run may be. So a job that dies goes on where it was, and so does the same call
-after everything was killed. When a job has ended, the caller opens its run, which has nothing left to do, and has the
-result. Rejected: to send results through a pipe. A class that a script defines would then be another class in the
-caller, and what is not sent would have to be made again.
+after everything was killed. When a job has ended, the caller opens its run, does no step of it, and has the result.
+Rejected: to send results through a pipe. A class that a script defines would then be another class in the caller, and
+what is not sent would have to be made again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import select
 import signal
@@ -27,11 +28,12 @@ from phalanx.engines.processes.handle import Output, WorkerHandle
 from phalanx.engines.processes.messages import DriverChannel, caused, ended, sendable
 from phalanx.engines.processes.serialization import adopt_environment, described, pack, pack_each, unpack, unpack_one
 from phalanx.engines.processes.starter import WARM
-from phalanx.errors import RunError, UsageError, safe_str
+from phalanx.errors import Preempted, RunError, UsageError, safe_str
 from phalanx.frameworks.registry import in_use, numeric_environment, reduced, starting
 from phalanx.recipe import Recipe
 from phalanx.run.observers import checked_callbacks
 from phalanx.run.result import Result
+from phalanx.run.run import Run
 from phalanx.shared.memory import Memory
 from phalanx.surroundings import interrupts, presence, system
 
@@ -39,6 +41,7 @@ DEATHS = 3  # of one job's processes in a row, that end it
 POLL_MILLISECONDS = 100
 HERE = "phalanx.lab.many"
 READY = ("ready",)  # a job tells that it hears Ctrl-C
+TOLD = "seconds", "startup_seconds", "resumed_from", "stopped_early"  # of a job's result; its run has the rest
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ class Job:
     recipe: Recipe
     options: dict[str, Any]
 
-    def train(self, **more: Any) -> Result:
-        """Train it here, or take what it came to if it has ended."""
-        return self.recipe.train(engine="inline", progress=False, **(self.options | more))
+    def start(self, **more: Any) -> Run:
+        """Begin its run here, or open it."""
+        return self.recipe.start(engine="inline", progress=False, **(self.options | more))
 
     def packed(self) -> dict[str, Any]:
         """What travels."""
@@ -108,8 +111,9 @@ def train_all(
         The call is wrong.
     RunError
         Some recipes failed. Its ``results`` are as those that are returned, with errors in place of those that failed.
-    KeyboardInterrupt
-        Ctrl-C: steps that were begun were ended. It has ``results`` too, with None for recipes that have not ended.
+    KeyboardInterrupt, Preempted
+        Ctrl-C, or SIGTERM where there is a ``run_dir``: steps that were begun were ended, and saved. It has ``results``
+        too, with None for recipes that have not ended.
 
     Examples
     --------
@@ -135,13 +139,14 @@ def train_all(
                 interrupts.guarded(),
                 contextlib.closing(Crew(jobs, places)) as crew,
                 _bar(len(jobs), progress) as tell,
+                interrupts.on_sigterm(crew.terminate if where else None),
             ):
                 for number, outcome in crew.outcomes():
                     with interrupts.held():  # Ctrl-C comes out of the crew, which has all steps ended
                         outcomes[number] = _result(jobs[number], outcome, kept=where is not None)
                     tell(jobs[number].name, outcomes[number])
-        except KeyboardInterrupt as error:
-            error.results = _as_given(outcomes, given)  # type: ignore[attr-defined]
+        except (KeyboardInterrupt, Preempted) as error:
+            error.results = _as_given(outcomes, given)  # type: ignore[attr-defined,union-attr]
             raise
     return _checked(outcomes, jobs, given)
 
@@ -162,6 +167,7 @@ class Crew:
         self._alive: dict[int, tuple[WorkerHandle, str]] = {}
         self._told: dict[int, Any] = {}  # what a job said at its end
         self._deaths = Counter[int]()
+        self._terminated = False
         self._output, self._poller = Output(), select.poll()
         self._memories = [Memory(0), Memory(0)]
         try:
@@ -178,14 +184,17 @@ class Crew:
     def outcomes(self) -> Iterator[tuple[int, Any]]:
         """The number of each job that has ended, and what it said: facts of its run, or an error.
 
-        After Ctrl-C no more are started. Those that run end their steps; a second Ctrl-C does not wait for them.
+        After Ctrl-C and SIGTERM no more are started. Those that run end their steps; a second Ctrl-C does not wait for
+        them.
         """
         try:
             while self._waiting or self._alive:
                 interrupts.check()
+                if self._terminated:
+                    raise Preempted("SIGTERM came, and jobs that it left alive have saved; the same call goes on")
                 self._fill()
                 yield from self._listen()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Preempted):
             self._waiting.clear()
             for handle, _ in self._alive.values():  # one that is not ready would not hear it, and has begun nothing
                 handle.send(signal.SIGINT if handle.ready else signal.SIGKILL)
@@ -193,6 +202,10 @@ class Crew:
                 interrupts.check()
                 yield from self._listen()
             raise
+
+    def terminate(self) -> None:
+        """Have all end their steps soon; for a signal handler."""
+        self._terminated = True
 
     def close(self) -> None:
         """End all processes that are left."""
@@ -252,7 +265,7 @@ class Crew:
         if self._deaths[number] < DEATHS:
             self._waiting.appendleft(number)
             return
-        why, _ = ended(None if status is None else _code(status))
+        why, _ = ended(None if status is None else os.waitstatus_to_exitcode(status))
         yield number, ("failed", RunError(f"its process {why}, {DEATHS} times in a row"), None, "")
 
 
@@ -272,11 +285,12 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
         if where is not None:
             remember_origin(recipe, where, arguments or {})
         place = caller.received().decode()
-        result = Job(packed["name"], recipe, packed["options"]).train(devices=place)
-        if place == "auto":
-            _check_place(result)
-        facts = {name: getattr(result, name) for name in ("seconds", "startup_seconds", "resumed_from")}
-        caller.tell("done", facts)
+        with Job(packed["name"], recipe, packed["options"]).start(devices=place) as run:
+            if place == "auto":
+                _check_place(run.params)
+            run.finish()
+        result = run.result()
+        caller.tell("done", result.steps, {name: getattr(result, name) for name in TOLD})
     except KeyboardInterrupt:
         caller.tell("interrupted")
     except Exception as error:
@@ -286,17 +300,12 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
         caller.tell("failed", *sendable(caused(RunError(told), error)))
 
 
-def _check_place(result: Result) -> None:
+def _check_place(params: Mapping[str, Any]) -> None:
     """Refuse a model that ``make_model`` put on an accelerator, which all processes would share."""
-    device = getattr(next(iter(result.params.values()), None), "device", None)
+    device = getattr(next(iter(params.values()), None), "device", None)
     kind = str(getattr(device, "type", None) or getattr(device, "platform", None) or "cpu")
     if kind != "cpu":
         raise UsageError(f"its model is on {device}, and several would share that; give devices=, one per process")
-
-
-def _code(status: int) -> int:
-    """A wait status as subprocess tells it: negative for a signal."""
-    return -(status & 0x7F) if status & 0x7F else status >> 8
 
 
 def _named(recipes: Any) -> dict[str, Any]:
@@ -362,7 +371,11 @@ def _result(job: Job, outcome: Any, *, kept: bool) -> Any:
         (cause or error).add_note(f"in the process of recipe {job.name!r}:\n{text}")
         return error if cause is None else caused(error, cause)
     try:
-        result = dataclasses.replace(job.train(), **facts[0])
+        steps, told = facts
+        with job.start() as run:
+            while run.steps < steps and next(run, None):  # its last snapshot could not be written
+                pass
+        result = dataclasses.replace(run.result(), **told)
     except Exception as error:  # its folder was changed meanwhile, or a callback raised here
         if interrupts.of_handler(error):
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from phalanx.checkpoint.directory import LOG, at_work
@@ -11,8 +11,8 @@ from phalanx.errors import UsageError
 from phalanx.lab.pages import LOSS, History, best_of, read, spelled
 
 
-def rows_of(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The runs in ``folder``, and ``folder`` if it is one, by name.
+def rows_of(folder: pathlib.Path, names: Container[str] | None = None) -> list[dict[str, Any]]:
+    """The runs in ``folder``, and ``folder`` if it is one, by name; or those of ``names``.
 
     Each has its ``arguments``, ``steps``, last ``loss``, last ``metrics`` by name, ``state``, and its ``best`` value
     (of which ``name``, after how many ``steps``). ``best_of_all`` marks one of them.
@@ -23,7 +23,8 @@ def rows_of(folder: pathlib.Path) -> list[dict[str, Any]]:
         There are none.
     """
     below = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    runs = {str(path.relative_to(folder)): path for path in (folder, *below) if (path / LOG).is_file()}
+    found = {str(path.relative_to(folder)): path for path in (folder, *below) if (path / LOG).is_file()}
+    runs = {name: path for name, path in found.items() if names is None or name in names}
     if not runs:
         raise UsageError(f"DIR is {str(folder)!r}, in which there is no run; give a folder with directories of runs")
     histories = [read(path) for path in runs.values()]

@@ -110,6 +110,8 @@ def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
         )
     if settled.evaluation and definition.data is None:
         raise UsageError("evaluation is given, but data is None, so there are no epochs; call run.evaluate() yourself")
+    for due in settled.evaluation if definition.batch_size is None else ():  # a chunk is a sample
+        due.metrics(single=False).check_merges()
     waiting = [(type(item).__name__, metric) for item in settled.callbacks if (metric := said(item).waits_for)]
     if waiting and not settled.evaluation:
         name, metric = waiting[0]
