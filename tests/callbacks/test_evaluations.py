@@ -1,5 +1,6 @@
 """Evaluations as people want them, and predictions: several metrics, whole ones, metric objects, any workers."""
 
+import contextlib
 import copy
 import functools
 import os
@@ -120,6 +121,34 @@ def test_what_cannot_be_measured_is_refused():
             run.evaluate(phalanx.whole(lambda output, target: 1 / 0), (HELD_OUT, TARGETS))
     with pytest.raises(phalanx.UsageError, match="several of one name"):
         recipe().train(evaluation=[evaluation(), evaluation()])
+
+
+@pytest.mark.parametrize("full", [None, True, False])
+def test_objects_of_torchmetrics_that_are_not_merged(full):
+    """They are refused before training, where there are several batches; a single batch is taken, and so are others."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Count(torchmetrics.Metric):
+        full_state_update = full
+
+        def __init__(self):
+            super().__init__()
+            self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+        def update(self, output, target):
+            self.count += len(output)
+
+        def compute(self):
+            return self.count
+
+    data = HELD_OUT, TARGETS
+    with recipe(epochs=1).start(engine="inline") as run:
+        sizes = (60, 59) if full is False else (60,)
+        assert {run.evaluate(Count(), data, batch_size=size) for size in sizes} == {60}
+    for metric in (Count(), torchmetrics.MetricCollection({"n": Count()}), {"a": accuracy, "n": Count()}):
+        refused = pytest.raises(phalanx.UsageError, match="a Count, whose states its library does not merge")
+        with contextlib.nullcontext() if full is False else refused:
+            phalanx.Evaluation(metric, data, batch_size=59)
 
 
 @pytest.mark.cases(1)

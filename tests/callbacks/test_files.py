@@ -263,8 +263,8 @@ def test_best_weights_that_another_process_is_still_writing(tmp_path):
     assert path.read_bytes() == wanted
 
 
-class Full(phalanx.callbacks.Callback):
-    """Cannot write."""
+class Full:
+    """Cannot write. Nothing is inherited."""
 
     def step(self, report):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -283,3 +283,18 @@ def test_a_callback_of_ones_own_may_fail_if_it_says_so():
     assert wanted.steps
     with pytest.raises(OSError, match="No space left"):
         recipe(epochs=1).train(callbacks=[Full()])
+
+
+@pytest.mark.parametrize("where", ["notes.txt", None])
+def test_a_log_replaces_no_file_but_a_log(tmp_path, monkeypatch, where):
+    """A file that is no log is left as it is, and the run refused; an earlier log is replaced."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / (where or "log.csv")
+    path.write_text("what,I,wrote\nall,of,it\n")
+    with pytest.raises(phalanx.UsageError, match=f"{path.name}' is no log of a run, .*move it away"):
+        recipe(epochs=1).train(callbacks=[Log("csv", where)], progress=False)
+    assert path.read_text() == "what,I,wrote\nall,of,it\n"
+    path.unlink()
+    for _ in range(2):
+        steps = recipe(epochs=1).train(callbacks=[Log("csv", where)], progress=False).steps
+    assert len(path.read_text().splitlines()) == steps + 1

@@ -42,10 +42,16 @@ class Csv:
         self._csv = pathlib.Path(folder / "log.csv" if self._target is None else self._target)
         self._csv.parent.mkdir(parents=True, exist_ok=True)
         try:
-            rows = self._rows() if steps and self._csv.exists() else []
+            there = self._csv.exists() and (steps or not self._csv.is_symlink())  # a link is replaced, not followed
+            names, rows = self._read() if there else ([], [])
             done = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < steps]
         except files.MALFORMED as error:
             raise SnapshotError(f"{self._csv} cannot be used: {error}; move it away, or mend it") from error
+        if names and "step" not in names:
+            raise UsageError(
+                f"{str(self._csv)!r} is no log of a run, as its first line names no column 'step', and a log would "
+                "replace it; move it away, or name another file: Log('csv', where='other.csv')"
+            )
         self._begin(list(dict.fromkeys(name for row in done for name in row if name and row[name])), done)
 
     def write(self, step: int, row: Row) -> None:
@@ -54,7 +60,7 @@ class Csv:
         new = [name for name in row if name not in self._columns]
         if new:
             try:
-                self._begin([*self._columns, *new], self._rows())
+                self._begin([*self._columns, *new], self._read()[1])
             except OSError as error:
                 checks.warn(f"{str(self._csv)!r} gets no columns {', '.join(new)}: {error}; the run goes on")
         if self._columns:
@@ -69,10 +75,10 @@ class Csv:
         """Close the file."""
         self._held.let_go()
 
-    def _rows(self) -> list[dict[str, str]]:
-        """The rows that are in the file."""
-        text = files.read(self._csv).decode(errors="replace")
-        return list(csv.DictReader(io.StringIO(text, newline="")))
+    def _read(self) -> tuple[Sequence[str], list[dict[str, str]]]:
+        """The names of columns, and the rows, that are in the file."""
+        reader = csv.DictReader(io.StringIO(files.read(self._csv).decode(errors="replace"), newline=""))
+        return reader.fieldnames or (), list(reader)
 
     def _begin(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         """Replace the file by one with the header and these rows."""

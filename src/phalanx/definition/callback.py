@@ -39,13 +39,12 @@ class Callback:
     may_fail: bool = False
 
 
-OF_ANY = "everywhere", "gradients", "waits_for", "thaws_in", "decay_of_workers"  # what other objects may say, too
-
-
 def said(callback: Any) -> Callback:
     """What a callback says of itself."""
     if isinstance(callback, Callback):
         return callback
     all_said = Callback()
-    vars(all_said).update({name: getattr(callback, name) for name in OF_ANY if hasattr(callback, name)})
+    vars(all_said).update(
+        {name: getattr(callback, name) for name in Callback.__annotations__ if hasattr(callback, name)}
+    )
     return all_said
