@@ -108,10 +108,8 @@ EVERY_TIME = {
         "simulation/test_hosts.py::test_random_schedules": 1,
         "simulation/test_workers.py::test_a_death_and_two": 1,
         "hosts/test_messages.py::test_whatever_comes_nobody_ends": 1,
-        "hosts/test_messages.py::test_a_member_goes_on_without_its_helper": 1,
         "backend/test_collectives.py::test_all_reduce": 1,
         "backend/test_failures.py::test_a_dead_rank_is_an_error_on_all_others": 1,
-        "backend/test_scripts.py::test_script": 1,
     },
     "jobs of other libraries": {
         "integrations/test_transformers.py::test_one_replica_has_the_bits_of_the_trainer": 1,

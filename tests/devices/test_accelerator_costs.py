@@ -339,6 +339,7 @@ def peak():
     return most
 
 
+@pytest.mark.long
 def test_peak_memory(fake, tmp_path):
     """A device holds weights, the optimizer's state, gradients of its block's fold, batches, and what is in transit."""
     size = sum(parameter.nbytes for parameter in deep(192).parameters())

@@ -301,6 +301,7 @@ def test_generators_and_settings_are_the_callers_afterwards(fake):
     torch.fake.set_device(0)
 
 
+@pytest.mark.long
 def test_names(fake):
     """A kind means all its devices, at most one per replica, and says if more are there; "local" is torchrun's."""
     recipe = MLP.recipe(3)

@@ -72,6 +72,7 @@ def test_uneven_shares(make_model):
     assert recipe(make_model, seed=1).train(engine="inline").digest != wanted.digest
 
 
+@pytest.mark.long
 def test_a_resumed_run(tmp_path):
     """A resume that begins with the short batch computes what the uninterrupted run did after a long one."""
     give = functools.partial(recipe, replicas=1, batch_size=20)

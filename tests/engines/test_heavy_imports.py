@@ -169,6 +169,7 @@ def test_modules_of_packages_are_prepared():
     assert packaged(["torch", "psutil", "numpy", "json", __name__, "sys", "no_such_module"]) == ["psutil"]
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "metric", [lambda output, target: psutil.cpu_count() * output.mean(), {"mean": psutil.Process}]

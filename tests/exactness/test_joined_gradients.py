@@ -59,6 +59,7 @@ def recipe(make_model, data=None, loss_fn=F.cross_entropy, **changes):
     return phalanx.Recipe(make_model, data or (x, y), loss_fn, **options)
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("made", [functools.partial(recipe, InParts), large])
 @pytest.mark.parametrize("workers", [1, 2])

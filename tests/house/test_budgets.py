@@ -13,10 +13,10 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 295_300
+TOKENS = 296_600
 FILE_LINES = 500
 FUNCTION_LINES = 40
-TEST_LINES = 68_900  # of all files of tests; lower it whenever you can
+TEST_LINES = 69_450  # of all files of tests; lower it whenever you can
 TEST_FILE_LINES = 800
 
 NO_CODE = {

@@ -165,6 +165,7 @@ FILES = {"log.csv": "log.csv", "chain.jsonl": "chain.jsonl", "best": "SaveBest"}
 FAULTS = [(*fault, part) for fault in ((errno.EIO, False), (errno.ENOSPC, True)) for part in range(PARTS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "for_good", "part"), sample("disks that fail", FAULTS, 1))
 def test_an_operation_that_fails(recorded, tmp_path, code, for_good, part):
     """Once, or with all that follow: the run ends right or with an error of ours, and then the same call ends right.

@@ -54,6 +54,7 @@ def test_what_other_frameworks_have(changes, elsewhere):
     refused(f"^{next(iter(changes))} is (given|2), .* leave it out, or write the model in {elsewhere}$", **changes)
 
 
+@pytest.mark.long
 def test_losses_over_the_batch():
     """Over several replicas they are refused; with one there is nothing to join, as the message says."""
     refused("^loss_over is 'batch', .* use replicas=1$", loss_over="batch")
