@@ -429,9 +429,10 @@ class World:
 
     def part(self, way: str, why: str) -> None:
         """Leave the run: say why, and close what was opened for it; the store stays."""
-        self.members.part(Farewell(way, cut(why)))  # first, as others look for the reason once they are cut off
+        # First, as whoever hears the reason may end, and a thread of its that still waits in Gloo would abort it then.
         if self._gloo is not None:
             self._gloo.close()
+        self.members.part(Farewell(way, cut(why)))
 
     @property
     def _met(self) -> Gloo:
