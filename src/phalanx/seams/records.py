@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -476,15 +477,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Records:
-    """What is noted about a run. Nobody changes the first, engines write the second, and the run the third.
-
-    ``tally`` counts deaths of workers, over all engines and incarnations of the run.
-    """
+    """What is noted about a run. Nobody changes the first, engines write the second, and the run the third."""
 
     options: RunOptions
     progress: Progress
     seen: Seen
-    tally: Tally = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tally", Tally(self.options.max_failures))
+    @functools.cached_property
+    def tally(self) -> Tally:
+        """Counts deaths of workers, over all engines and incarnations of the run."""
+        return Tally(self.options.max_failures)
