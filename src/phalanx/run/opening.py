@@ -55,7 +55,7 @@ def opened(recipe: Definition, options: Options) -> Run:
         past.check(engine)
         turn, keeping = Turns(), past.observers()
         observers = [*watching(own, own.callbacks, recipe, turn), *keeping]
-        supply = _supply(recipe, own, engine, world.size if world else 1)
+        supply = _supply(recipe, own, engine, world)
         undo.callback(supply.close if supply else bool)
         later = None if own is given else _succeed(recipe, given, engine, turn, lambda: run, world)
         loop = Loop(recipe, engine, own.evaluation, observers, supply, past.first_step, own.waiting, later)
@@ -77,8 +77,8 @@ def _of_this_process(given: SimpleNamespace, world: Any) -> SimpleNamespace:
     return SimpleNamespace(**vars(given) | others)
 
 
-def _supply(recipe: Definition, options: SimpleNamespace, engine: Engine, processes: int) -> Any:
-    """Where samples come from, if the data is a stream; ``processes``: of a world."""
+def _supply(recipe: Definition, options: SimpleNamespace, engine: Engine, world: Any) -> Any:
+    """Where samples come from, if the data is a stream."""
     if not recipe.stream:
         return None
     shards = recipe.stream.shards
@@ -88,10 +88,11 @@ def _supply(recipe: Definition, options: SimpleNamespace, engine: Engine, proces
     if shards and options.readers != 0 and system.has_workers():
         from phalanx.engines.shard_readers import readers_of  # it loads the code that starts processes
 
-        opener = readers_of(recipe, engine.framework, options.readers, engine.workers // processes) or opener
+        workers = engine.workers // (world.size if world else 1)  # of this host
+        opener = readers_of(recipe, engine.framework, options.readers, workers) or opener
     bar = functools.partial(shown, unit="sample", progress=options.progress)  # while it is read again
     try:
-        return supplied(recipe, engine, bar, anyway=options.resume == ANYWAY, apart=processes > 1, opener=opener)
+        return supplied(recipe, engine, bar, anyway=options.resume == ANYWAY, apart=world is not None, opener=opener)
     except BaseException:
         opener.close()
         raise
