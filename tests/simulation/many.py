@@ -105,8 +105,10 @@ class Datagrams(net.Datagrams):
         self.net.sent[self.owner.rank] += 1
         self.net.bytes[self.owner.rank] += len(data)
         super().send(data)
-        if (listener := self.net.bound.get(self.to)) is not None and listener.came:
-            self.net.schedule.poke(listener.holders[-1], listener.came[-1][0])
+
+    def fly(self, moment, data, sender):
+        super().fly(moment, data, sender)
+        self.net.schedule.poke(self.holders[-1], moment)
 
     def recvfrom(self, _):
         got = super().recvfrom(_)

@@ -137,7 +137,8 @@ class Datagrams(File):
 
     def __init__(self, net):
         super().__init__(net)
-        self.came, self.refused, self.holders = [], None, [self.owner]
+        self.flying, self.came = [], collections.deque()  # on the way, by when they come; and those that have come
+        self.refused, self.holders = None, [self.owner]
 
     def gone(self):
         return self.closed or all(map(self.net.gone, self.holders))
@@ -161,8 +162,17 @@ class Datagrams(File):
     def connect(self, place):
         self.to = tuple(place)
 
+    def fly(self, moment, data, sender):
+        """Something is on the way, and comes then."""
+        bisect.insort(self.flying, (moment, next(self.net.count), data, sender))
+
     def readable(self):
-        return bool(self.came) and self.came[0][0] <= self.net.schedule.now
+        """Whether something has come. What finds no room is lost; nothing was read since it came."""
+        while self.flying and self.flying[0][0] <= self.net.schedule.now:
+            _, _, *arrived = self.flying.pop(0)
+            if len(self.came) < ROOM:
+                self.came.append(arrived)
+        return bool(self.came)
 
     def send(self, data):
         net, here, there = self.net, self.owner.rank, host_of(self.to[0])
@@ -186,10 +196,10 @@ class Datagrams(File):
             net.schedule.moments.append(moment)
         if listener is None or listener.gone():
             self.refused = moment if net.passes(there, here) else None
-        elif len(listener.came) < ROOM:
-            bisect.insort(listener.came, (moment, next(net.count), data, here))
+        else:
+            listener.fly(moment, data, here)
             if repeated:
-                bisect.insort(listener.came, (moment + LATER, next(net.count), data, here))
+                listener.fly(moment + LATER, data, here)
                 net.schedule.moments.append(moment + LATER)
 
     def sendto(self, data, place):
@@ -199,7 +209,7 @@ class Datagrams(File):
     def recvfrom(self, _):
         if not self.readable():
             raise BlockingIOError
-        _, _, data, sender = self.came.pop(0)
+        data, sender = self.came.popleft()
         return data, (address_of(sender), 0)
 
 

@@ -1,5 +1,6 @@
 """Many simulated members: whoever falls, those that are left agree soon, and what each says does not grow with them."""
 
+import collections
 import random
 import socket
 
@@ -9,9 +10,9 @@ from phalanx.engines.hosts import beacon, messages
 from phalanx.engines.hosts.messages import Door
 from phalanx.engines.hosts.world import World
 from phalanx.errors import PeersLostError
-from phalanx.plan.membership import HUBS, Agreement
+from phalanx.plan.membership import HUBS, Agreement, turns
 from tests.sampling import SEED
-from tests.simulation.many import BEATS, LOST_AFTER, Many
+from tests.simulation.many import BEATS, LOST_AFTER, ROOM, Many
 
 SOON = 2.0  # seconds after the silence until all have agreed
 SHARES = {"one": lambda size: 1, "a tenth": lambda size: size // 10, "a third": lambda size: size // 3}
@@ -220,10 +221,39 @@ def test_every_datagram_fits_into_a_packet(message):
 
 
 def test_many_agreements_ask_few():
-    """A member says how it has stopped to three others, at once and then now and then."""
-    one = Agreement(500, range(1000), lambda stopped: None)
-    said = [one.tick(range(1000), {"step": 1}) for _ in range(16)]
-    assert [each.to for each in said[0]] == [0, 1, 2]
-    assert not any(said[1:])
-    assert len(one.tick(range(1000), {"step": 1})) == 3
-    assert len(one.tick(range(1, 1000), {"step": 1})) == 3  # another one is asked at once
+    """A member says how it has stopped to three others, when it is its turn."""
+    one, turn, every = Agreement(500, range(1000), lambda stopped: None), 500 % turns(range(1000)), turns(range(1000))
+    said = [one.tick(range(1000), {"step": 1}) for _ in range(2 * every)]
+    assert [at for at, each in enumerate(said) if each] == [turn, turn + every]
+    assert [each.to for each in said[turn]] == [0, 1, 2]
+
+
+class Crowded(Agreement):
+    """Planted: a leader asks all members at once, as it did before."""
+
+    def _ask(self, question=None):
+        return [said for member in self._members if question for said in self._say(member, question)]
+
+
+def ticks_until_agreed(kind, size, most):
+    """How many ticks so many members need, each of which hears at most 160 messages in a tick."""
+    members = [kind(me, range(size), lambda stopped: {"members": sorted(stopped)}) for me in range(size)]
+    for tick in range(most):
+        inboxes = collections.defaultdict(list)
+        said = [(me, one.tick(range(size), {"step": 1})) for me, one in enumerate(members)]
+        while any(each for _, each in said):
+            for me, each in said:
+                for to, message in each:
+                    inboxes[to].append((me, message))
+            heard = [(to, came[:ROOM]) for to, came in inboxes.items()]
+            inboxes = collections.defaultdict(list)
+            said = [(to, members[to].hear(*each)) for to, came in heard for each in came]
+        if all(one.chosen is not None for one in members):
+            return tick
+    return most
+
+
+def test_many_agree_where_few_answers_find_room():
+    """Of 500 answers at once a socket would hold 160, and no ballot would ever have a majority."""
+    assert ticks_until_agreed(Agreement, 500, 30) < 16
+    assert ticks_until_agreed(Crowded, 500, 30) == 30

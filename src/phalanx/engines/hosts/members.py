@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from phalanx.checkpoint.directory import MARK, first, is_marked
 from phalanx.engines.hosts import beacon, messages
 from phalanx.errors import LeftError, PeersLostError, safe_str
-from phalanx.plan.membership import HUBS, TOLD_IN_A_TICK, Addressed, Agreement, Message, quorum
+from phalanx.plan.membership import HUBS, Addressed, Agreement, Message, quorum, turns
 from phalanx.surroundings import interrupts, presence
 
 TICK_SECONDS = 0.05
@@ -279,9 +279,9 @@ class Members:
             self._hear(max(0.0, due - now))
             while self._waiting:
                 sender, message = self._waiting.pop(0)
-                few = len(self.ranks) <= TOLD_IN_A_TICK  # of many, each would bring words to all
-                due = now if few and sender not in agreement.stopped else due
+                known = sender in agreement.stopped
                 self._send(agreement.hear(sender, message))
+                due = due if known or not agreement.stopped.keys() >= {*self.alive} else now  # all have stopped
         self._past[self.number + 1] = agreement.chosen
         return agreement.chosen
 
@@ -312,9 +312,12 @@ class Members:
 
     def finish(self) -> bool:
         """Tell the others that this member has done all steps; returns whether all that live have. Hubs tell all."""
-        self.done.add(self.me)
-        if time.monotonic() >= self._next_done:  # of many more rarely, as a hub hears all
-            self._next_done = time.monotonic() + TICK_SECONDS * (1 + len(self.ranks) // TOLD_IN_A_TICK)
+        now, every = time.monotonic(), turns(self.ranks)
+        if self.me not in self.done:
+            self._next_done = now + TICK_SECONDS * (self.ranks.index(self.me) % every)
+            self.done.add(self.me)
+        if now >= self._next_done:
+            self._next_done = now + TICK_SECONDS * every
             to = self.alive if self.me in self.hubs else self.hubs
             self.say(to, {"kind": "done", "finished": sorted(self.done)})
         return self.done.issuperset(set(self.alive) - self.left.keys())

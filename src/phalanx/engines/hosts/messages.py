@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import hmac
 import json
@@ -98,9 +99,14 @@ def bits(ranks: Iterable[int]) -> str:
 
 def ranks_of(value: str, size: int) -> list[int]:
     """The ranks in a text that ``bits`` has made; there are none from ``size`` on."""
+    return list(_ranks_of(value, size))
+
+
+@functools.lru_cache(maxsize=64)  # all who hear all others say the same
+def _ranks_of(value: str, size: int) -> tuple[int, ...]:
     number = int.from_bytes(base64.b64decode(value, validate=True), "little")
     fits(number >> size == 0)
-    return [rank for rank, bit in enumerate(bin(number)[:1:-1]) if bit == "1"]
+    return tuple(rank for rank, bit in enumerate(bin(number)[:1:-1]) if bit == "1")
 
 
 def cut(value: str) -> str:
