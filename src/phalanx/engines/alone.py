@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from phalanx.definition.data import Share
 from phalanx.engines.link import Link
-from phalanx.plan.fold import Fold, added, remaining
+from phalanx.plan.fold import Fold, Partial
 from phalanx.seams import Framework, Lanes
 from phalanx.seams.records import Part, Vector, losses_of, with_losses
 from phalanx.surroundings import interrupts
@@ -111,8 +110,6 @@ class FoldedOnLanes(Folded):
 
     def __init__(self, framework: Framework, replicas: int, lanes: Lanes) -> None:
         self._lanes = lanes
-        nodes = [node for block in lanes.placement.blocks for node in remaining(replicas, block)]
-        self._order = functools.cache(functools.partial(added, replicas, nodes))
         super().__init__(framework, replicas)
 
     def begin(self, step: int, shares: Sequence[Share], *, early: bool = False) -> None:
@@ -129,9 +126,8 @@ class FoldedOnLanes(Folded):
         return [self._buffers[replica] for replica in sorted(self._buffers)]
 
     def _total(self) -> Vector | None:
-        folds = [self._folds[block[0]] for block in self._lanes.placement.blocks]
-        vectors = [partial.value for fold in folds for partial in fold.partials()]
-        there = {number: self._lanes.moved(vector) for number, vector in enumerate(vectors) if vector is not None}
-        for into, source in self._order(tuple(there)):
-            there[into] = self._framework.arithmetic.add(there[into], there[source])
-        return there[min(there)] if there else None
+        whole: Fold[Vector] = Fold(self._replicas, self._framework.arithmetic.add)
+        for block in self._lanes.placement.blocks:
+            partials = self._folds[block[0]].partials()
+            whole.merge(Partial(one.level, one.index, one.value and self._lanes.moved(one.value)) for one in partials)
+        return whole.total()
