@@ -13,7 +13,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 296_600
+TOKENS = 296_900
 FILE_LINES = 500
 FUNCTION_LINES = 40
 TEST_LINES = 69_450  # of all files of tests; lower it whenever you can

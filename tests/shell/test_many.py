@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.callbacks import EMA, EarlyStopping, SaveBest
+from phalanx.callbacks import EMA, EarlyStopping, Log, SaveBest
 from phalanx.checkpoint.directory import LOG
 from phalanx.cli.common import load_recipes
 from phalanx.engines.processes.handle import WorkerHandle
@@ -235,10 +235,12 @@ class Dying(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize(("deaths", "ends"), [(2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("how", "deaths", "ends"),
+    [(signal.SIGKILL, 2, True), (signal.SIGKILL, 3, False), (signal.SIGTERM, 3, True)],
+)
 def test_a_job_that_is_killed_goes_on(tmp_path, deaths, ends, how):
-    """Two deaths change nothing; after three in a row its place says so."""
+    """Two deaths change nothing; after three in a row its place says so. SIGTERM lets the step end."""
     (tmp_path / "a").mkdir()
     for number in range(deaths):
         (tmp_path / "a" / str(number)).touch()
@@ -294,6 +296,34 @@ def test_a_signal_lets_steps_end_and_the_same_call_goes_on(tmp_path, terms, numb
     found = phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
     assert any(result.resumed_from for result in found)
     assert [result.digest for result in found] == [job(seed, epochs=8).train(workers=1).digest for seed in range(3)]
+
+
+@pytest.mark.long
+def test_sigterm_to_all_processes_at_once(tmp_path):
+    """As from a scheduler or a container: jobs save, too, though the caller was not the first that it reached."""
+    jobs = [job(seed, forward_fn=slow, epochs=8) for seed in range(2)]
+
+    def end():
+        while not all((tmp_path / name / LOG).exists() for name in "01"):
+            time.sleep(0.05)
+        time.sleep(1.0)
+        ours = [int(pid) for pid in below(os.getpid())]
+        for pid in [*ours, os.getpid()]:
+            os.kill(pid, signal.SIGTERM)
+
+    threading.Thread(target=end).start()
+    with pytest.raises(phalanx.Preempted):
+        phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
+    ends = [json.loads((tmp_path / name / LOG).read_text().splitlines()[-1]) for name in "01"]
+    assert [each["event"] for each in ends] == ["end", "end"]
+    found = phalanx.train_all(jobs, workers=2, run_dir=tmp_path)
+    assert [result.resumed_from for result in found] == [each["step"] for each in ends]
+
+
+def below(pid):
+    """All processes below one, the nearest first."""
+    found = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in found for each in (child, *below(child))]
 
 
 @pytest.mark.long
@@ -422,6 +452,7 @@ def test_shared_arrays_are_written_once():
         (job(), {}, "must be a list of recipes"),
         ([job()], {"workers": 0}, "workers is 0"),
         ([job()], {"devices": [3]}, "devices is"),
+        ([(job(), None, [Log("csv", "x.csv")]) for _ in "01"], {}, "'0' and '1' both log to 'x.csv'; leave out where="),
     ],
 )
 def test_bad_input(recipes, options, words):
@@ -490,6 +521,8 @@ def test_the_shell_refuses_what_does_not_go_with_jobs(tmp_path):
         (["seed=0..1", "--jobs", "2", "--workers", "2"], "--workers is given beside --jobs"),
         (["seed=3..1", "--jobs", "2"], "counts upwards"),
         (["--jobs", "2"], "no arguments"),
+        (["name=a/b,a%b", "--jobs", "2"], "would have the folder 'name=a%b': name=a/b and name=a%b"),
+        (["lr=0.1,0.1", "--jobs", "2"], "would have the folder 'lr=0.1': lr=0.1; give each value once"),
         (["seed=0..1", "--jobs", "2"], "srun has started 4 tasks"),
     ):
         tasks = {"SLURM_STEP_NUM_TASKS": "4" if "srun" in words else ""}

@@ -158,7 +158,7 @@ class Log(Callback):
                 "'csv' or 'tensorboard'; a callback of ten lines logs to wandb, mlflow and others: docs/callbacks.md"
             )
             raise UsageError(f"to is {checks.shown(to)}; it must be {others}")
-        self._writer = KINDS[to](where, options)
+        self.where, self._writer = where, KINDS[to](where, options)
         self._open = False
         self._run: Any = None
         self._row: Row | None = None

@@ -69,7 +69,14 @@ def combinations(given: Sequence[str]) -> dict[str, list[str]]:
     """
     named = [(name, _values(text)) for name, text in map(_parted, given)]
     rows = itertools.product(*([f"{name}={value}" for value in values] for name, values in named))
-    return {",".join(row).replace("/", "%"): list(row) for row in rows}  # the names are those of folders, too
+    found = dict[str, list[str]]()
+    for row in rows:
+        folder = ",".join(row).replace("/", "%")
+        if folder in found:
+            twice = " and ".join(dict.fromkeys((" ".join(found[folder]), " ".join(row))))
+            raise UsageError(f"two runs of the sweep would have the folder {folder!r}: {twice}; give each value once")
+        found[folder] = list(row)
+    return found
 
 
 def _values(text: str) -> list[str]:

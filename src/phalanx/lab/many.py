@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import select
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.callbacks import Log
 from phalanx.checkpoint.chained import origin_of, remember_origin
 from phalanx.definition import checks
 from phalanx.definition.evaluation import listed_evaluations
@@ -132,6 +134,7 @@ def train_all(
     with contextlib.ExitStack() as held:
         folder = where or pathlib.Path(held.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-")))
         jobs = [_job(name, value, folder, kept=where is not None) for name, value in named.items()]
+        _check_logs(jobs)
         places = _places(workers, devices, jobs)
         outcomes: list[Any] = [None] * len(jobs)
         try:
@@ -288,11 +291,15 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
         with Job(packed["name"], recipe, packed["options"]).start(devices=place) as run:
             if place == "auto":
                 _check_place(run.params)
-            run.finish()
+            with interrupts.on_sigterm(functools.partial(run.terminate, "SIGTERM came")):
+                run.finish()
         result = run.result()
         caller.tell("done", result.steps, {name: getattr(result, name) for name in TOLD})
     except KeyboardInterrupt:
         caller.tell("interrupted")
+    except Preempted:  # it has saved; one that ends so goes on in another process, but where all are to end
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
     except Exception as error:
         caller.tell("failed", *sendable(error))
     except BaseException as error:
@@ -343,6 +350,20 @@ def _job(name: str, value: Any, folder: pathlib.Path, *, kept: bool) -> Job:
     if not kept:
         options |= {"chain": "off", "keep_snapshots": 1, "on_snapshot_error": "stop"}
     return Job(name, recipe, options)
+
+
+def _check_logs(jobs: Sequence[Job]) -> None:
+    """Refuse logs that two jobs would write to the same place."""
+    owners = dict[str, str]()
+    for job in jobs:
+        for callback in job.options["callbacks"]:
+            where = callback.where if isinstance(callback, Log) else None
+            owner = job.name if where is None else owners.setdefault(os.path.abspath(where), job.name)
+            if owner != job.name:
+                raise UsageError(
+                    f"recipes {owner!r} and {job.name!r} both log to {str(where)!r}; leave out where=, then each has a "
+                    "log in its own folder"
+                )
 
 
 def _places(workers: Any, devices: Any, jobs: Sequence[Job]) -> list[str]:

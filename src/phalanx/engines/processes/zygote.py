@@ -58,7 +58,8 @@ def main(fd: int, parent: int, folder: str, frameworks: Sequence[str]) -> None:
         if kept != modules:
             os.execv(sys.executable, [*sys.orig_argv[: -len(modules)], *kept])
         os.set_inheritable(fd, False)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):  # all get SIGTERM as a job ends, and workers would end with us
+            signal.signal(number, signal.SIG_IGN)
         gc.collect()
         gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
         # The signal is bound to a thread that may end, so from here on we watch; if we are stopped it wakes us.
@@ -212,6 +213,7 @@ def _become_worker(zygote: int, lives: str, number: int, fds: Sequence[int], inh
         _control(PR_SET_TIMERSLACK, 1000)  # naps end on time
         if os.getppid() != zygote:  # it died before that
             os._exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         keep_freed()
         for fd in inherited:
             os.close(fd)
