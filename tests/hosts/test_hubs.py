@@ -60,6 +60,16 @@ def test_who_is_no_hub_admits_nobody(beside, me, admits):
     assert one.ended(5) == admits
 
 
+def test_who_is_done_last_says_so():
+    """Among many each speaks in its turn. The last one leaves at once, and says before that it is done."""
+    one, said = object.__new__(Members), []
+    others = [rank for rank in range(200) if rank != 1]
+    vars(one).update(me=1, ranks=range(200), alive=others, left={}, done=set(others), _next_done=0.0)
+    one.say = lambda to, message: said.append((to, message["kind"], len(message["finished"])))
+    assert one.finish()
+    assert said == [(others, "done", 200)]
+
+
 def test_what_was_said_does_not_count_again():
     """Messages may overtake each other, and none of many that were recorded counts twice."""
     peer = beacon.Peer(("127.0.0.1", 9), 0.0)

@@ -296,8 +296,10 @@ def uncopied():
 
 
 CALLS = {
-    "a Linear is no LightningModule.*pip install": lambda: recipe_of(torch.nn.Linear(1, 1)),
-    "a DataLoader is no LightningDataModule": lambda: lightning.recipe(Classifier(), loader(), epochs=1),
+    "a Linear is no LightningModule; pass a module": lambda: recipe_of(torch.nn.Linear(1, 1)),
+    "a DataLoader is no LightningDataModule.*loaders by name": lambda: lightning.recipe(
+        Classifier(), loader(), epochs=1
+    ),
     "epochs .* is missing": lambda: recipe_of(Classifier(), epochs=None),
     "train_dataloaders is missing": lambda: lightning.recipe(Classifier(), epochs=1),
     "pass the one or the other": lambda: lightning.recipe(Classifier(), Digits(), train_dataloaders=[], epochs=1),

@@ -207,6 +207,18 @@ def test_what_makes_the_model():
     assert [tuple(weight.shape) for weight in small.model_.parameters() if weight.ndim == 2] == [(5, 4), (6, 5), (3, 6)]
 
 
+def normed(features, outputs):
+    return nn.Sequential(nn.Linear(features, 8), nn.BatchNorm1d(8), nn.Linear(8, outputs))
+
+
+def test_a_last_batch_that_is_too_short():
+    """BatchNorm takes no share of one sample. The way out that the error names is an argument here, too."""
+    few = X[::4][:35], Y[::4][:35]
+    with pytest.raises(phalanx.UsageError, match="drop_last=True drops a short last batch"):
+        Classifier(normed, epochs=1).fit(*few)
+    assert Classifier(normed, epochs=1, drop_last=True).fit(*few).n_iter_ == 1
+
+
 def test_seeds():
     """A number is the recipe's seed; None and RandomState draw one for each fit, from numpy's generators."""
     assert digest(quick(random_state=3)) == digest(quick(random_state=np.int64(3))) != digest(quick())
@@ -268,6 +280,7 @@ REFUSED = [
     ({"replicas": 0}, (X, Y), "replicas is 0"),
     ({"workers": 5}, (X, Y), "workers is 5"),
     ({"hidden_layer_sizes": (3,)}, (X, Y), "hidden_layer_sizes is"),
+    ({"make_model": (64,)}, (X, Y), r"make_model is \(64,\).*hidden_layer_sizes=\(64,\)"),
     ({"make_model": None, "hidden_layer_sizes": (0,)}, (X, Y), "hidden_layer_sizes is 0"),
     ({"make_model": lambda: nn.Linear(4, 1)}, (X, Y), r"shape \(8, 1\).*n_outputs"),
     ({"make_model": lambda hidden: nn.Linear(4, hidden)}, (X, Y), "missing 1 .*functools.partial"),

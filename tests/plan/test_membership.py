@@ -91,6 +91,13 @@ def test_half_needs_the_lowest():
     assert not quorum([0, 1, 2, 3], [1, 2])
 
 
+@pytest.fixture(params=[1, 2, membership.TOLD_IN_A_TICK])
+def at_once(request, monkeypatch):
+    """How many members are asked in a tick: all of these few, or a part, as of many."""
+    monkeypatch.setattr(membership, "TOLD_IN_A_TICK", request.param)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_never_two_values():
     """Whatever is lost, repeated, late or dead: no two members take different values."""
     assert differing(Agreement) == 0
@@ -138,7 +145,7 @@ def test_faults_are_found(kind):
 def test_any_half_as_a_quorum_is_found(monkeypatch):
     """With any half as a quorum, two sides of four choose differently."""
     monkeypatch.setattr(membership, "quorum", lambda members, some: 2 * len(set(members) & set(some)) >= len(members))
-    assert differing(Agreement, sizes=(4,), seeds=250) > 0
+    assert differing(Agreement, sizes=(4,), seeds=1000) > 0
 
 
 def claiming(fair):
@@ -188,6 +195,7 @@ def test_a_claim_is_made_in_the_mark(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.cases(2)
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_all_who_live_agree_in_the_end(size):
     """Once nobody dies and who lives is known, all living members of a quorum come to know the value."""

@@ -104,9 +104,9 @@ def command(tmp_path, *arguments):
     )
 
 
-def failed(tmp_path):
+def failed(tmp_path, job=JOB):
     """A run that failed in a worker process; step and replica."""
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(job)
     done = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "a seven" in done.stderr
     return done
@@ -170,6 +170,17 @@ def test_a_failure_from_the_shell(tmp_path):
     assert done.returncode == 1
     assert 'raise RuntimeError("a seven")' in done.stderr
     assert "21" in done.stderr.partition("phalanx: RuntimeError in user code")[2].split("samples")[1]
+
+
+@pytest.mark.long
+def test_a_failure_that_does_not_come_again(tmp_path):
+    """Where something beside the recipe made it fail, the shell says that nothing was raised."""
+    (tmp_path / "rain").touch()
+    always = JOB.replace("y[21] = 7", "import os").replace("if (target == 7).any()", "if os.path.exists('rain')")
+    failed(tmp_path, always)
+    (tmp_path / "rain").unlink()
+    done = command(tmp_path, "replay", "run", "--recipe", "job.py", "--failure")
+    assert (done.returncode, "raised nothing here" in done.stderr) == (0, True)
 
 
 def test_a_run_that_did_not_fail(tmp_path):

@@ -227,8 +227,8 @@ class Dying(nn.Module):
         self.layer, self.folder, self.how = nn.Linear(6, 2), folder, how
 
     def forward(self, x):
-        if self.training and phalanx.current_step() == 3:
-            for left in self.folder.glob("*"):
+        if self.training and phalanx.current_step() >= 3:
+            for left in list(self.folder.glob("*"))[:1]:
                 left.unlink()
                 os.kill(os.getpid(), self.how)
         return self.layer(x)
@@ -237,10 +237,10 @@ class Dying(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "deaths", "ends"),
-    [(signal.SIGKILL, 2, True), (signal.SIGKILL, 3, False), (signal.SIGTERM, 3, True)],
+    [(signal.SIGKILL, 2, True), (signal.SIGKILL, 3, False), (signal.SIGTERM, 8, True)],
 )
 def test_a_job_that_is_killed_goes_on(tmp_path, deaths, ends, how):
-    """Two deaths change nothing; after three in a row its place says so. SIGTERM lets the step end."""
+    """Two deaths change nothing; after three in a row its place says so. After SIGTERM a job has saved, each time."""
     (tmp_path / "a").mkdir()
     for number in range(deaths):
         (tmp_path / "a" / str(number)).touch()
@@ -522,7 +522,7 @@ def test_the_shell_refuses_what_does_not_go_with_jobs(tmp_path):
         (["seed=3..1", "--jobs", "2"], "counts upwards"),
         (["--jobs", "2"], "no arguments"),
         (["name=a/b,a%b", "--jobs", "2"], "would have the folder 'name=a%b': name=a/b and name=a%b"),
-        (["lr=0.1,0.1", "--jobs", "2"], "would have the folder 'lr=0.1': lr=0.1; give each value once"),
+        (["lr=0.1,0.1", "--jobs", "2"], "would have the folder 'lr=0.1': lr=0.1; leave one out"),
         (["seed=0..1", "--jobs", "2"], "srun has started 4 tasks"),
     ):
         tasks = {"SLURM_STEP_NUM_TASKS": "4" if "srun" in words else ""}

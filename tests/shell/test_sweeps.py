@@ -2,13 +2,15 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
 import phalanx
 from phalanx.checkpoint.directory import LOG
 from phalanx.cli.common import load_recipe
-from phalanx.lab.sweeps import rows_of
+from phalanx.lab.sweeps import rows_of, table
 
 JOB = """
 import torch, phalanx
@@ -115,6 +117,17 @@ def test_a_run_knows_its_arguments(here, job, tmp_path):
 
 
 @pytest.mark.long
+def test_a_run_that_a_script_began_or_goes_on_with(here, job, tmp_path):
+    """The arguments that the shell noted stay; of a run that nobody noted them for, verify takes them."""
+    trained(here, tmp_path, "run", "lr=0.1", "seed=3")
+    script = "from job import recipe\nfor run in 'run', 'other': recipe(0.1, 3).train(run_dir=run, engine='inline')"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    assert here("verify", "run", "job.py", cwd=tmp_path).returncode == 0
+    assert here("verify", "other", "job.py", cwd=tmp_path).returncode == 2
+    assert here("verify", "other", "job.py", "lr=0.1", "seed=3", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.long
 def test_check_takes_arguments(here, job, tmp_path):
     """The new process of check has the arguments, too."""
     done = here("check", "job.py", "lr=0.1", "--steps", "2", "--json", cwd=tmp_path)
@@ -133,6 +146,7 @@ def test_runs_are_listed(here, job, tmp_path):
     assert [row["run"] for row in rows] == ["a", "b", "c"]
     assert [row["arguments"]["lr"] for row in rows] == [0.01, 1.0, 0.001]
     assert [row["steps"] for row in rows] == [10, 10, 10]
+    assert next(table([{**rows[0], "arguments": {"steps": 5, "lr": 1}}]))[:3] == ["run", "argument steps", "lr"]
     assert {row["state"] for row in rows} == {"finished"}
     values = [row["best"]["value"] for row in rows]
     assert [row["best_of_all"] for row in rows].index(True) == values.index(max(values))

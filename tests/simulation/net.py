@@ -167,7 +167,7 @@ class Datagrams(File):
         bisect.insort(self.flying, (moment, next(self.net.count), data, sender))
 
     def readable(self):
-        """Whether something has come. What finds no room is lost; nothing was read since it came."""
+        """Whether something has come. What came before this look found the room that was left, or is lost."""
         while self.flying and self.flying[0][0] <= self.net.schedule.now:
             _, _, *arrived = self.flying.pop(0)
             if len(self.came) < ROOM:

@@ -92,6 +92,9 @@ class Chained(Observer):
         remember(self._directory.root, self._definition)
         facts = {"recipe": self._recipe, "environment": recorded_environment(), "replicas": self._definition.replicas}
         where, arguments = origin_of(self._definition)
+        if where is None:  # this script made it by the function of a file, as the shell may have done before
+            for before in records(self._directory.root / CHAIN, "run"):
+                where, arguments = before.get("origin"), before.get("arguments")
         source = source_hash((where or "").rpartition(":")[0])
         self._chain.record("run", step=done, origin=where, arguments=arguments, source=source, **facts)
         self.link = self._chain.root

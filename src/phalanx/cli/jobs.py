@@ -35,7 +35,7 @@ def called(function: Callable[..., Any], where: str, given: Given) -> tuple[Reci
         An argument is unknown or of another type than its default, or it returns something else.
     """
     defaults = _defaults(function, where)
-    pairs = list(given.items()) if isinstance(given, Mapping) else [_parted(text) for text in given]
+    pairs = list(given.items()) if isinstance(given, Mapping) else [parted(text) for text in given]
     arguments, named = dict(defaults), [name for name, _ in pairs]
     for name, value in pairs:
         if named.count(name) > 1:
@@ -67,14 +67,14 @@ def combinations(given: Sequence[str]) -> dict[str, list[str]]:
 
     ``lr=0.1,0.01`` has two values, ``seed=0..4`` has five.
     """
-    named = [(name, _values(text)) for name, text in map(_parted, given)]
+    named = [(name, _values(text)) for name, text in map(parted, given)]
     rows = itertools.product(*([f"{name}={value}" for value in values] for name, values in named))
     found = dict[str, list[str]]()
     for row in rows:
         folder = ",".join(row).replace("/", "%")
         if folder in found:
             twice = " and ".join(dict.fromkeys((" ".join(found[folder]), " ".join(row))))
-            raise UsageError(f"two runs of the sweep would have the folder {folder!r}: {twice}; give each value once")
+            raise UsageError(f"two runs of the sweep would have the folder {folder!r}: {twice}; leave one out")
         found[folder] = list(row)
     return found
 
@@ -95,7 +95,8 @@ def _defaults(function: Callable[..., Any], where: str) -> dict[str, Any]:
     return {item.name: item.default for item in parameters}
 
 
-def _parted(text: str) -> tuple[str, str]:
+def parted(text: str) -> tuple[str, str]:
+    """The name and the value in ``name=value``."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"{text!r} is no argument of a recipe; give name=value, as in lr=0.01")

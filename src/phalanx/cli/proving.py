@@ -12,6 +12,7 @@ import bdb
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shlex
@@ -24,6 +25,7 @@ import typer
 
 from phalanx.checkpoint.chained import source_hash
 from phalanx.cli.common import Arguments, Json, echo, load_recipe, located, show, writing
+from phalanx.cli.jobs import parted
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof.diff import diff as compare
 from phalanx.proof.replay import replay
@@ -111,6 +113,8 @@ def replay_step(
         raise typer.Exit(1) from error
     facts = {"step": outcome.step, "replica": outcome.replica, "samples": list(outcome.samples), "loss": outcome.loss}
     show(facts, facts.items(), json_=False)
+    if failure and math.isfinite(outcome.loss):
+        echo("phalanx: this raised nothing here; phalanx check FILE says whether the recipe decides alone", err=True)
 
 
 @app.command("check")
@@ -187,6 +191,7 @@ def _told(name: str, told: Any) -> list[list[Any]]:
 def verify_run(
     run: Annotated[str, typer.Argument(metavar="RUN|CERTIFICATE", help="A run's directory, or a certificate.")],
     file: Annotated[str, typer.Argument(metavar=f"[{FILE}]", help="The Python file that defines the recipe.")] = "",
+    arguments: Arguments = None,
     steps: Annotated[str, typer.Option("--steps", metavar="A:B", help="From, and up to but without.")] = "",
     workers: Annotated[int, typer.Option("--workers", min=1, help="Worker processes that compute.")] = 1,
     trust: Trust = False,
@@ -198,6 +203,7 @@ def verify_run(
     """
     path = pathlib.Path(run)
     noted = _noted(run) if path.is_dir() else _noted(run, {"arguments": claim_of(path).get("arguments")})
+    noted = noted._replace(arguments=noted.arguments | dict(map(parted, arguments or ())))
     known = _known(noted, file, "", trust=trust)
     if path.is_dir():
         verified = verify(known, path, steps=_range(steps), workers=workers)

@@ -46,6 +46,8 @@ ARGUMENTS = {
     "num_workers": "processes that compute replicas are workers=, those that read ahead readers=, both options of "
     "train() and start()",
     "world_size": WORKERS,
+    "n_jobs": WORKERS,
+    "jobs": WORKERS,
     "nproc_per_node": WORKERS,
     "device": DEVICES,
     "accelerator": DEVICES,

@@ -129,5 +129,6 @@ class FoldedOnLanes(Folded):
         whole: Fold[Vector] = Fold(self._replicas, self._framework.arithmetic.add)
         for block in self._lanes.placement.blocks:
             partials = self._folds[block[0]].partials()
-            whole.merge(Partial(one.level, one.index, one.value and self._lanes.moved(one.value)) for one in partials)
+            values = [None if one.value is None else self._lanes.moved(one.value) for one in partials]
+            whole.merge(Partial(one.level, one.index, value) for one, value in zip(partials, values, strict=True))
         return whole.total()

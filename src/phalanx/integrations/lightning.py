@@ -132,8 +132,8 @@ def _check(module: Any, datamodule: Any, fields: Mapping[str, Any]) -> None:
     for owner, kind in ((module, MODULE), *([] if datamodule is None else [(datamodule, DATA_MODULE)])):
         if _base(owner, kind) is None:
             raise UsageError(
-                f"a {type(owner).__name__} is no {kind} (pip install 'phalanx[lightning]' has it); pass a module, and "
-                "either a datamodule or train_dataloaders=, val_dataloaders="
+                f"a {type(owner).__name__} is no {kind}; pass a module, and either a datamodule or loaders by name: "
+                "train_dataloaders=, val_dataloaders="
             )
         for name in _overridden(owner):
             if not FREE_IN[kind].search(name):

@@ -28,7 +28,7 @@ except ImportError as error:
 
 HIDDEN, HELD_OUT = (100,), "validation_loss"
 FIELDS = ("replicas", "epochs", "batch_size", "lr", "optimizer", "scheduler", "schedule_every", "max_norm", "shuffle",
-          "threads")  # fmt: skip
+          "drop_last", "threads")  # fmt: skip
 OPTIONS = "workers", "run_dir", "progress", "callbacks"  # of train(), as FIELDS are the recipe's
 PLACES = {  # of what MLPClassifier and skorch have under other names
     "optimizer=functools.partial(AdamW, lr=1e-3, weight_decay=0.1)": "solver alpha optimizer__lr weight_decay momentum",
@@ -76,6 +76,7 @@ class _Network(BaseEstimator):
     schedule_every: str | None = None
     max_norm: float = np.inf
     shuffle: bool = True
+    drop_last: bool = False
     threads: int = 1
     random_state: Any = 0
     early_stopping: bool = False
@@ -168,6 +169,9 @@ class _Network(BaseEstimator):
             raise phalanx.UsageError(f"hidden_layer_sizes is {hidden!r}, but make_model is given, and makes all layers")
         if isinstance(make, nn.Module):
             return make
+        if not callable(make):
+            instead = f"for layers: hidden_layer_sizes={make!r}"
+            raise phalanx.UsageError(f"make_model is {make!r}; it must be a function that makes the model; {instead}")
         required = [name for name in checks.parameters_of(make) if checks.takes(make, name, required=True)]
         given = dict(zip(required, (features, outputs), strict=True)) if len(required) == 2 else {}
         return functools.partial(make, **given)

@@ -43,6 +43,7 @@ DEATHS = 3  # of one job's processes in a row, that end it
 POLL_MILLISECONDS = 100
 HERE = "phalanx.lab.many"
 READY = ("ready",)  # a job tells that it hears Ctrl-C
+SAVED = ("saved",)  # SIGTERM came to it alone, or to all: it goes on in another process, unless all are to end
 TOLD = "seconds", "startup_seconds", "resumed_from", "stopped_early"  # of a job's result; its run has the rest
 
 
@@ -84,7 +85,7 @@ def train_all(
     """Train many recipes at once, each in a process of its own: folds, seeds, a grid.
 
     Digests are those of training one after another. Data that several recipes share lies in memory once. A job whose
-    process is killed goes on from its newest snapshot.
+    process is killed goes on from its newest snapshot. One that hangs is not noticed: kill its process, or end all.
 
     Parameters
     ----------
@@ -261,10 +262,11 @@ class Crew:
             self._hear(number, handle)
         self._output.forget(handle.pipes)
         status = handle.end()
-        if number in self._told:
-            yield number, self._told.pop(number)
+        told = self._told.pop(number, None)
+        if told not in (None, SAVED):
+            yield number, told
             return
-        self._deaths[number] += 1
+        self._deaths[number] += told is None
         if self._deaths[number] < DEATHS:
             self._waiting.appendleft(number)
             return
@@ -297,9 +299,8 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
         caller.tell("done", result.steps, {name: getattr(result, name) for name in TOLD})
     except KeyboardInterrupt:
         caller.tell("interrupted")
-    except Preempted:  # it has saved; one that ends so goes on in another process, but where all are to end
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+    except Preempted:
+        caller.tell(*SAVED)
     except Exception as error:
         caller.tell("failed", *sendable(error))
     except BaseException as error:
@@ -356,13 +357,14 @@ def _check_logs(jobs: Sequence[Job]) -> None:
     """Refuse logs that two jobs would write to the same place."""
     owners = dict[str, str]()
     for job in jobs:
-        for callback in job.options["callbacks"]:
-            where = callback.where if isinstance(callback, Log) else None
-            owner = job.name if where is None else owners.setdefault(os.path.abspath(where), job.name)
+        for log in job.options["callbacks"]:
+            if not isinstance(log, Log) or not log.where:
+                continue
+            owner = owners.setdefault(os.path.abspath(str(log.where)), job.name)
             if owner != job.name:
                 raise UsageError(
-                    f"recipes {owner!r} and {job.name!r} both log to {str(where)!r}; leave out where=, then each has a "
-                    "log in its own folder"
+                    f"recipes {owner!r} and {job.name!r} both log to {str(log.where)!r}; leave out where=, then each "
+                    "has a log in its own folder"
                 )
 
 

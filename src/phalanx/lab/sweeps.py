@@ -37,7 +37,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """The lines of a table, with a column for each argument and metric."""
     arguments = list(dict.fromkeys(name for row in rows for name in row["arguments"]))
     metrics = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    yield ["run", *arguments, "steps", "loss", *metrics, "best", "state"]
+    own = ["steps", "loss", *metrics, "best", "state"]
+    yield ["run", *(f"argument {name}" if name in own else name for name in arguments), *own]
     for row in rows:
         values = [str(row["arguments"].get(name, "")) for name in arguments]
         numbers = [row["loss"], *(row["metrics"].get(name) for name in metrics)]

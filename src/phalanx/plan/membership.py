@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 Message = dict[str, Any]  # plain values only, so that it travels as JSON
 HUBS = 3  # members that hear all others, and say it to all when they have stopped: the lowest that live
 TOLD_IN_A_TICK = 128  # members that answer at once, or tell a hub of themselves: a socket holds some 160 datagrams
+AGAIN = 4  # ticks after which a leader asks those again that have not answered
 PATIENCE = 10  # ticks until a leader begins another ballot, beside those in which it asks
 KINDS = "stopped", "prepare", "promise", "accept", "accepted_by", "chosen"
 NONE: tuple[int, int] = (0, -1)  # before all ballots
@@ -129,7 +130,7 @@ class Agreement:
 
     def _prepare(self, sender: int, message: Message) -> list[Addressed]:
         ballot = _ballot(message)
-        if ballot <= self._promised:
+        if ballot < self._promised:  # that of an equal one may have been lost, and says the same or is too late
             return []
         self._promised = ballot
         return self._say(sender, {"kind": "promise", "ballot": ballot, "accepted": self._accepted})
@@ -177,9 +178,17 @@ class Agreement:
         return self.hear(to, message) if to == self._me else [Addressed(to, message)]
 
     def _ask(self, question: Message | None = None) -> list[Addressed]:
-        """Ask as many members as may answer at once; without ``question`` the next ones, what was asked last."""
+        """Ask as many members as may answer at once; without ``question`` the next ones, what was asked last.
+
+        Once all were asked, those are asked again now and then that have not answered.
+        """
         if question is not None:
             self._question, self._unasked = question, list(self._order)
+        elif self._ballot < self._promised or not self._question:  # another one leads, or nobody was asked
+            return []
+        if not self._unasked and self._wait % AGAIN == 0:
+            answered = self._votes if self._question["kind"] == "accept" else self._promises.keys()
+            self._unasked = [member for member in self._order if member not in answered]
         part, self._unasked = self._unasked[:TOLD_IN_A_TICK], self._unasked[TOLD_IN_A_TICK:]
         asked = self._question  # to hear itself may bring the next question
         return [said for member in part for said in self._say(member, asked)]

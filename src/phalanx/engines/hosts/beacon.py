@@ -114,6 +114,7 @@ class Beacon:
         self.run: dict[str, Any] = {}  # what beats say of it: its number, that of the incarnation, and its members
         self.last_word = {"why": "its process ended", "way": "ended"}
         self.reported: list[int] | None = None
+        self.told: tuple[float, dict[str, Any]] = -1.0, {}  # when others asked last, and the answer
         self.replaced: set[int] = set()  # members whose rank has a new process, which wants to join
         self.next = self.seen = self.looked = self.look_at = time.monotonic()
 
@@ -295,7 +296,9 @@ class Beacon:
                     same.hears_me = self.me in beat["hears"]
                     same.hears = beat["hears"] if sender in self.hubs else None
                 if beat["asks"] and sender not in self.near:
-                    same.send(self.sealed(self.own_beat(now)))
+                    if self.told[0] != now:  # once for all that came at once: to look at all members takes long
+                        self.told = now, self.own_beat(now)
+                    same.send(self.sealed(self.told[1]))
 
     def admits(self, message: dict[str, Any], place: Sequence[Any], now: float) -> bool:
         """Whether a process that wants to join is where it says, and nobody is heard whose rank it has."""

@@ -316,11 +316,12 @@ class Members:
         if self.me not in self.done:
             self._next_done = now + TICK_SECONDS * (self.ranks.index(self.me) % every)
             self.done.add(self.me)
-        if now >= self._next_done:
+        ended = self.done.issuperset(set(self.alive) - self.left.keys())
+        if ended or now >= self._next_done:
             self._next_done = now + TICK_SECONDS * every
             to = self.alive if self.me in self.hubs else self.hubs
             self.say(to, {"kind": "done", "finished": sorted(self.done)})
-        return self.done.issuperset(set(self.alive) - self.left.keys())
+        return ended
 
     @property
     def hubs(self) -> list[int]:

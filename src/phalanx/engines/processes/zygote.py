@@ -58,7 +58,7 @@ def main(fd: int, parent: int, folder: str, frameworks: Sequence[str]) -> None:
         if kept != modules:
             os.execv(sys.executable, [*sys.orig_argv[: -len(modules)], *kept])
         os.set_inheritable(fd, False)
-        for number in (signal.SIGINT, signal.SIGTERM):  # all get SIGTERM as a job ends, and workers would end with us
+        for number in (signal.SIGINT, signal.SIGTERM):  # a scheduler may send SIGTERM to all; workers end with us
             signal.signal(number, signal.SIG_IGN)
         gc.collect()
         gc.freeze()  # what is shared with workers stays shared, and their own objects are found quickly
