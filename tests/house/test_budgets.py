@@ -13,7 +13,7 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 297_200
+TOKENS = 297_400
 FILE_LINES = 500
 FUNCTION_LINES = 40
 TEST_LINES = 69_620  # of all files of tests; lower it whenever you can

@@ -211,6 +211,23 @@ def test_all_who_live_agree_in_the_end(size):
         assert all(net.members[member].chosen is not None for member in living), seed
 
 
+def test_what_is_lost_is_asked_again():
+    """A question or an answer that got lost costs no ballot: who has not answered is asked once more."""
+    for lost in ("prepare", "promise", "accept", "accepted_by"):
+        members, dropped, ballots = [Agreement(me, range(3), lambda _: "value") for me in range(3)], 0, set()
+        for _ in range(membership.PATIENCE):
+            said = [(me, each) for me, one in enumerate(members) for each in one.tick(range(3), {"step": 1})]
+            while said:
+                (sender, (to, message)), said = said[0], said[1:]
+                ballots |= {message["ballot"] for _ in [0] if "ballot" in message}
+                if message["kind"] == lost and dropped < 2:  # to or from both of the others
+                    dropped += 1
+                else:
+                    said += [(to, each) for each in members[to].hear(sender, message)]
+        assert (dropped, ballots) == (2, {(1, 0)}), lost
+        assert [one.chosen for one in members] == ["value"] * 3, lost
+
+
 def test_nothing_is_chosen_without_a_quorum():
     """Two of five that hear only each other never choose."""
     net = Net(1, 5)

@@ -119,12 +119,17 @@ def test_a_run_knows_its_arguments(here, job, tmp_path):
 @pytest.mark.long
 def test_a_run_that_a_script_began_or_goes_on_with(here, job, tmp_path):
     """The arguments that the shell noted stay; of a run that nobody noted them for, verify takes them."""
-    trained(here, tmp_path, "run", "lr=0.1", "seed=3")
+    trained(here, tmp_path, "run", "lr=0.1", "seed=3", "--max-seconds", "0.001")
     script = "from job import recipe\nfor run in 'run', 'other': recipe(0.1, 3).train(run_dir=run, engine='inline')"
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
     assert here("verify", "run", "job.py", cwd=tmp_path).returncode == 0
     assert here("verify", "other", "job.py", cwd=tmp_path).returncode == 2
     assert here("verify", "other", "job.py", "lr=0.1", "seed=3", cwd=tmp_path).returncode == 0
+    assert "lr is given 2 times" in here("verify", "other", "job.py", "lr=0.1", "lr=0.2", cwd=tmp_path).stderr
+    script = "from job import recipe; recipe(0.5).train(run_dir='run', engine='inline', resume='anyway')"
+    subprocess.run([sys.executable, "-c", script.replace("0.5)", "0.5).replace(steps=12)")], cwd=tmp_path, check=True)
+    (row,) = json.loads(here("runs", "run", "--json", cwd=tmp_path).stdout)
+    assert row["arguments"] == {}  # it is another recipe
 
 
 @pytest.mark.long

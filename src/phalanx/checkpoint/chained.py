@@ -92,11 +92,17 @@ class Chained(Observer):
         remember(self._directory.root, self._definition)
         facts = {"recipe": self._recipe, "environment": recorded_environment(), "replicas": self._definition.replicas}
         where, arguments = origin_of(self._definition)
+        home = {"origin": where, "arguments": arguments, "source": source_hash((where or "").rpartition(":")[0])}
         if where is None:  # this script made it by the function of a file, as the shell may have done before
             for before in records(self._directory.root / CHAIN, "run"):
-                where, arguments = before.get("origin"), before.get("arguments")
-        source = source_hash((where or "").rpartition(":")[0])
-        self._chain.record("run", step=done, origin=where, arguments=arguments, source=source, **facts)
+                made = before.get("recipe")
+                if (
+                    before.get("origin")
+                    and isinstance(made, dict)
+                    and {**made, "beside": {}} == {**self._recipe, "beside": {}}
+                ):
+                    home = {name: before.get(name) for name in home}
+        self._chain.record("run", step=done, **home, **facts)
         self.link = self._chain.root
         self._note_early(self._chain)
         if self._every != 0:

@@ -35,11 +35,8 @@ def called(function: Callable[..., Any], where: str, given: Given) -> tuple[Reci
         An argument is unknown or of another type than its default, or it returns something else.
     """
     defaults = _defaults(function, where)
-    pairs = list(given.items()) if isinstance(given, Mapping) else [parted(text) for text in given]
-    arguments, named = dict(defaults), [name for name, _ in pairs]
-    for name, value in pairs:
-        if named.count(name) > 1:
-            raise UsageError(f"{name} is given {named.count(name)} times; give it once: {name}={value}")
+    arguments = dict(defaults)
+    for name, value in (given if isinstance(given, Mapping) else arguments_of(given)).items():
         if name not in defaults:
             raise UsageError(f"{name} is no argument of {where}; {_listed(defaults)}")
         try:
@@ -67,8 +64,8 @@ def combinations(given: Sequence[str]) -> dict[str, list[str]]:
 
     ``lr=0.1,0.01`` has two values, ``seed=0..4`` has five.
     """
-    named = [(name, _values(text)) for name, text in map(parted, given)]
-    rows = itertools.product(*([f"{name}={value}" for value in values] for name, values in named))
+    values = [(name, _values(text)) for name, text in map(_parted, given)]
+    rows = itertools.product(*([f"{name}={value}" for value in each] for name, each in values))
     found = dict[str, list[str]]()
     for row in rows:
         folder = ",".join(row).replace("/", "%")
@@ -95,8 +92,17 @@ def _defaults(function: Callable[..., Any], where: str) -> dict[str, Any]:
     return {item.name: item.default for item in parameters}
 
 
-def parted(text: str) -> tuple[str, str]:
-    """The name and the value in ``name=value``."""
+def arguments_of(given: Sequence[str]) -> dict[str, str]:
+    """The names and values in texts as ``name=value``, each name once."""
+    pairs = list(map(_parted, given))
+    names = [name for name, _ in pairs]
+    for name, value in pairs:
+        if names.count(name) > 1:
+            raise UsageError(f"{name} is given {names.count(name)} times; give it once: {name}={value}")
+    return dict(pairs)
+
+
+def _parted(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"{text!r} is no argument of a recipe; give name=value, as in lr=0.01")

@@ -25,7 +25,7 @@ import typer
 
 from phalanx.checkpoint.chained import source_hash
 from phalanx.cli.common import Arguments, Json, echo, load_recipe, located, show, writing
-from phalanx.cli.jobs import parted
+from phalanx.cli.jobs import arguments_of
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.proof.diff import diff as compare
 from phalanx.proof.replay import replay
@@ -114,7 +114,7 @@ def replay_step(
     facts = {"step": outcome.step, "replica": outcome.replica, "samples": list(outcome.samples), "loss": outcome.loss}
     show(facts, facts.items(), json_=False)
     if failure and math.isfinite(outcome.loss):
-        echo("phalanx: this raised nothing here; phalanx check FILE says whether the recipe decides alone", err=True)
+        echo("phalanx: this raised nothing here; phalanx check FILE says whether two runs of it are the same", err=True)
 
 
 @app.command("check")
@@ -203,7 +203,7 @@ def verify_run(
     """
     path = pathlib.Path(run)
     noted = _noted(run) if path.is_dir() else _noted(run, {"arguments": claim_of(path).get("arguments")})
-    noted = noted._replace(arguments=noted.arguments | dict(map(parted, arguments or ())))
+    noted = noted._replace(arguments=arguments_of(arguments or ()) or noted.arguments)
     known = _known(noted, file, "", trust=trust)
     if path.is_dir():
         verified = verify(known, path, steps=_range(steps), workers=workers)

@@ -170,8 +170,8 @@ class _Network(BaseEstimator):
         if isinstance(make, nn.Module):
             return make
         if not callable(make):
-            instead = f"for layers: hidden_layer_sizes={make!r}"
-            raise phalanx.UsageError(f"make_model is {make!r}; it must be a function that makes the model; {instead}")
+            instead = "numbers of units are hidden_layer_sizes=(64,)"
+            raise phalanx.UsageError(f"make_model is {checks.shown(make)}; it must be a function; {instead}")
         required = [name for name in checks.parameters_of(make) if checks.takes(make, name, required=True)]
         given = dict(zip(required, (features, outputs), strict=True)) if len(required) == 2 else {}
         return functools.partial(make, **given)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
 import select
@@ -266,7 +265,7 @@ class Crew:
         if told not in (None, SAVED):
             yield number, told
             return
-        self._deaths[number] += told is None
+        self._deaths[number] = 0 if told == SAVED else self._deaths[number] + 1
         if self._deaths[number] < DEATHS:
             self._waiting.appendleft(number)
             return
@@ -280,6 +279,7 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
     caller = DriverChannel(channel)
     caller.tell(*READY)
     environment_memory, jobs = (Memory(0, fd) for fd in inherited)
+    ending: list[None] = []  # has an entry once SIGTERM came
     try:
         environment = unpack(environment_memory)
         adopt_environment(environment)
@@ -293,16 +293,15 @@ def live(channel: int, inherited: Sequence[int], number: int) -> None:
         with Job(packed["name"], recipe, packed["options"]).start(devices=place) as run:
             if place == "auto":
                 _check_place(run.params)
-            with interrupts.on_sigterm(functools.partial(run.terminate, "SIGTERM came")):
+            with interrupts.on_sigterm(lambda: ending.append(run.terminate("SIGTERM came"))):
                 run.finish()
         result = run.result()
         caller.tell("done", result.steps, {name: getattr(result, name) for name in TOLD})
     except KeyboardInterrupt:
         caller.tell("interrupted")
-    except Preempted:
-        caller.tell(*SAVED)
     except Exception as error:
-        caller.tell("failed", *sendable(error))
+        saved = ending and isinstance(error, Preempted)
+        caller.tell(*(SAVED if saved else ("failed", *sendable(error))))
     except BaseException as error:
         told = f"its code ended its process, by {type(error).__name__}({safe_str(error)})"
         caller.tell("failed", *sendable(caused(RunError(told), error)))

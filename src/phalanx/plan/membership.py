@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 Message = dict[str, Any]  # plain values only, so that it travels as JSON
 HUBS = 3  # members that hear all others, and say it to all when they have stopped: the lowest that live
 TOLD_IN_A_TICK = 128  # members that answer at once, or tell a hub of themselves: a socket holds some 160 datagrams
-AGAIN = 4  # ticks after which a leader asks those again that have not answered
+AGAIN = 4  # ticks after the last question, until a leader asks those again that have not answered
 PATIENCE = 10  # ticks until a leader begins another ballot, beside those in which it asks
 KINDS = "stopped", "prepare", "promise", "accept", "accepted_by", "chosen"
 NONE: tuple[int, int] = (0, -1)  # before all ballots
@@ -93,11 +93,13 @@ class Agreement:
         self._every = turns(members)
         self._turn, self._ticks = self._members.index(me) % self._every, 0
         self._question, self._unasked, self._order = Message(), list[int](), list[int]()
+        self._room, self._again = 0, 0  # how many may be asked in this tick yet; the first tick to ask again in
 
     def tick(self, alive: Collection[int], how_stopped: Message) -> list[Addressed]:
         """A short time has passed; ``alive``: the members that are heard, ``how_stopped``: how this one has stopped."""
         if self.chosen is not None:
             return []
+        self._room = TOLD_IN_A_TICK
         here = {self._me, *alive} & set(self._members)
         hubs = sorted(here)[:HUBS]
         said = self._stop(how_stopped, sorted(here) if self._me in hubs else hubs) + self._ask()
@@ -130,7 +132,7 @@ class Agreement:
 
     def _prepare(self, sender: int, message: Message) -> list[Addressed]:
         ballot = _ballot(message)
-        if ballot < self._promised:  # that of an equal one may have been lost, and says the same or is too late
+        if ballot < self._promised:  # to the same one again: the answer before may have been lost
             return []
         self._promised = ballot
         return self._say(sender, {"kind": "promise", "ballot": ballot, "accepted": self._accepted})
@@ -186,10 +188,12 @@ class Agreement:
             self._question, self._unasked = question, list(self._order)
         elif self._ballot < self._promised or not self._question:  # another one leads, or nobody was asked
             return []
-        if not self._unasked and self._wait % AGAIN == 0:
+        elif not self._unasked and self._ticks >= self._again and self._wait > 0:
             answered = self._votes if self._question["kind"] == "accept" else self._promises.keys()
             self._unasked = [member for member in self._order if member not in answered]
-        part, self._unasked = self._unasked[:TOLD_IN_A_TICK], self._unasked[TOLD_IN_A_TICK:]
+        part, self._unasked = self._unasked[: self._room], self._unasked[self._room :]
+        self._room -= len(part)
+        self._again = self._ticks + AGAIN if part else self._again
         asked = self._question  # to hear itself may bring the next question
         return [said for member in part for said in self._say(member, asked)]
 

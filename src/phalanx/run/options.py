@@ -224,8 +224,8 @@ def _devices(_: str, devices: Any) -> tuple[str, ...]:
         devices = () if devices == "auto" else (devices,)
     elif not isinstance(devices, (tuple, list)) or not devices or not all(isinstance(name, str) for name in devices):
         raise UsageError(
-            f"devices is {checks.shown(devices)}; it must be 'auto' or a list of device names such as ['cuda:0']; how "
-            "many processes compute says workers=2"
+            f"devices is {checks.shown(devices)}; it must be 'auto' or a list of device names such as ['cuda:0']; for "
+            "two processes: workers=2"
         )
     return tuple("cpu" if name == "cpu:0" else name for name in devices)
 

@@ -114,7 +114,7 @@ class Beacon:
         self.run: dict[str, Any] = {}  # what beats say of it: its number, that of the incarnation, and its members
         self.last_word = {"why": "its process ended", "way": "ended"}
         self.reported: list[int] | None = None
-        self.told: tuple[float, dict[str, Any]] = -1.0, {}  # when others asked last, and the answer
+        self.reply: tuple[float, dict[str, Any]] = -1.0, {}  # when others asked last, and the answer
         self.replaced: set[int] = set()  # members whose rank has a new process, which wants to join
         self.next = self.seen = self.looked = self.look_at = time.monotonic()
 
@@ -178,7 +178,7 @@ class Beacon:
                 self.peers[int(rank)] = new = Peer(address, now)
                 new.id = known.id if known and known.proved else None  # else its first beat says that
         self.members = [rank for rank in order["members"] if rank != self.me]
-        self.run, self.reported, self.replaced = order["run"], None, set()
+        self.run, self.reported, self.replaced, self.reply = order["run"], None, set(), (-1.0, {})
         # Beats come one after another, as many at once would not all find room at a hub.
         turn = sum(rank < self.me for rank in self.members) / (1 + len(self.members))
         self.next = now + self.every * turn
@@ -296,9 +296,9 @@ class Beacon:
                     same.hears_me = self.me in beat["hears"]
                     same.hears = beat["hears"] if sender in self.hubs else None
                 if beat["asks"] and sender not in self.near:
-                    if self.told[0] != now:  # once for all that came at once: to look at all members takes long
-                        self.told = now, self.own_beat(now)
-                    same.send(self.sealed(self.told[1]))
+                    if self.reply[0] != now:  # once for all that came at once: to look at all members takes long
+                        self.reply = now, self.own_beat(now)
+                    same.send(self.sealed(self.reply[1]))
 
     def admits(self, message: dict[str, Any], place: Sequence[Any], now: float) -> bool:
         """Whether a process that wants to join is where it says, and nobody is heard whose rank it has."""
