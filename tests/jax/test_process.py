@@ -126,7 +126,7 @@ while not os.listdir(tempfile.tempdir):
 seen.append(len(os.listdir(tempfile.tempdir)))
 count()  # not awake yet
 WARM.zygote()._ask({{"end": 0}})
-WARM.zygote()._process.terminate()
+WARM.zygote()._process.kill()
 WARM.zygote()._process.wait()
 count()
 WARM.zygote()
