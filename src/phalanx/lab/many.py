@@ -41,6 +41,7 @@ from phalanx.surroundings import interrupts, presence, system
 DEATHS = 3  # of one job's processes in a row, that end it
 POLL_MILLISECONDS = 100
 HERE = "phalanx.lab.many"
+OURS = HERE, "phalanx.engines.selection"  # what a job imports; where each did it, a job took 40 ms more of a processor
 READY = ("ready",)  # a job tells that it hears Ctrl-C
 SAVED = ("saved",)  # SIGTERM came to it alone, or to all: it goes on in another process, unless all are to end
 TOLD = "seconds", "startup_seconds", "resumed_from", "stopped_early"  # of a job's result; its run has the rest
@@ -175,7 +176,7 @@ class Crew:
         self._memories = [Memory(0), Memory(0)]
         try:
             code = [value for job in jobs for value in vars(job.recipe).values() if callable(value)]
-            WARM.prepare(jobs[0].recipe, [*code, *(job.options for job in jobs)])
+            WARM.prepare(jobs[0].recipe, [*code, *(job.options for job in jobs)], OURS)
             threads = max(job.recipe.threads for job in jobs)
             numeric = {key: value for name in ("torch", *in_use()) for key, value in numeric_environment(name).items()}
             pack({**described("torch"), "numeric": numeric, "threads": threads}, self._memories[0], reduced)

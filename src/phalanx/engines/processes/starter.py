@@ -82,7 +82,7 @@ class Zygote:
         theirs.close()
         self._due = 1  # answers that are to come; the first says that it can begin
         self._workers: set[int] = set()  # the pids of those that were started, and not ended through it
-        self._packages = {*frameworks, *map(sources.package_of, modules)}
+        self._packages = {"phalanx", *frameworks, *map(sources.package_of, modules)}
         presence.own(self)
 
     @property
@@ -213,10 +213,11 @@ class Warm:
                 atexit.register(self.close)
             return self._zygote
 
-    def prepare(self, definition: Definition, functions: Sequence[Any] = ()) -> None:
+    def prepare(self, definition: Definition, functions: Sequence[Any] = (), ours: Sequence[str] = ()) -> None:
         """Start a zygote beside the caller, which imports the packages of the recipe's code, unless there is one.
 
-        ``functions``: what else workers will call, as those of evaluations.
+        ``functions``: what else workers will call, as those of evaluations. ``ours``: modules of phalanx that they
+        need beside those of every worker.
 
         Raises
         ------
@@ -224,7 +225,7 @@ class Warm:
             No process can be started here.
         """
         code = [*(value for value in vars(definition).values() if callable(value)), *functions]
-        modules = packaged([*needed(code, reduced), type(definition.data).__module__])
+        modules = [*ours, *packaged([*needed(code, reduced), type(definition.data).__module__])]
         with self._lock:
             self._modules = list(dict.fromkeys([*self._modules, *modules]))
             if self._zygote is not None and self._zygote.outgrown(in_use(), modules):
