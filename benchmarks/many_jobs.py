@@ -37,11 +37,15 @@ COLUMNS = ALONE, BY_HAND, AT_ONCE
 SAMPLES, FEATURES, CLASSES = 2048, 32, 10
 
 
+def make_model() -> nn.Module:
+    """A small perceptron."""
+    return nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+
+
 def recipes(jobs: int, steps: int) -> list[phalanx.Recipe]:
     """As many seeds of one job, over the same data."""
     draw = torch.Generator().manual_seed(0)
     data = torch.randn(SAMPLES, FEATURES, generator=draw), torch.randint(CLASSES, (SAMPLES,), generator=draw)
-    make_model = lambda: nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
     common = {"replicas": 4, "batch_size": 64, "steps": steps, "lr": 1e-3}
     return [phalanx.Recipe(make_model, data, nn.functional.cross_entropy, seed=seed, **common) for seed in range(jobs)]
 
