@@ -1,9 +1,11 @@
 """``phalanx chaos --hosts``: hosts fall and come back on purpose, and each fault is seen to have happened."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from phalanx.cli import member
 from phalanx.cli.common import load_recipe
 from phalanx.definition.plain import hashed
 from phalanx.lab import falls
@@ -38,6 +40,23 @@ def test_every_fault(monkeypatch, what):
     monkeypatch.setattr(falls, "ON_LINKS", (what,) if what in falls.ON_LINKS else ())
     done = trial(60, 1)
     assert (done.right, done.problem, [fault.what for fault in done.faults]) == (True, "", [what])
+
+
+def test_the_run_waits_for_a_host_that_comes_back_late(monkeypatch, tmp_path):
+    """The steps that are left when a fault strikes last as long as a host may take; they took 9 s, and it came late."""
+    naps, hold = list[float](), tmp_path / falls.HOLD
+    monkeypatch.setattr(member.time, "sleep", naps.append)
+    told = member.StepPrinter(hold, tmp_path / falls.ENOUGH)
+    told.begin(SimpleNamespace(incidents=[], worker_pids=[]))
+    for step in range(falls.MARGIN):
+        if step == 8:  # as late as one may strike
+            hold.touch()
+        told.step(SimpleNamespace(step=step))
+    assert naps[:8] == [member.PACE] * 8
+    assert sum(naps) >= falls.SECONDS
+    hold.unlink()
+    told.step(SimpleNamespace(step=falls.MARGIN))
+    assert naps[-1] == member.PACE
 
 
 @pytest.mark.long

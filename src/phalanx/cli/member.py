@@ -16,6 +16,7 @@ from phalanx.definition.plain import hashed
 from phalanx.errors import PhalanxError
 
 PACE, HELD = 0.05, 0.5  # seconds that a step takes at least; and while a host is down, so that the run does not end
+SOON = 8  # steps that are held so; on a loaded machine a host takes longer to come back, and the next ones wait longer
 
 
 class StepPrinter:
@@ -26,7 +27,7 @@ class StepPrinter:
     def __init__(self, hold: pathlib.Path, enough: pathlib.Path) -> None:
         self._hold, self._enough = hold, enough
         self._run: Any = None
-        self._heard = 0
+        self._heard = self._held = 0
 
     def begin(self, run: Any) -> None:
         """Have the run, for its incidents."""
@@ -39,7 +40,9 @@ class StepPrinter:
             tell(kind=incident.kind, who=incident.worker, at=incident.step, why=incident.why)
         self._heard = len(incidents)
         tell(step=report.step, workers=self._run.worker_pids)
-        time.sleep(0 if self._enough.exists() else HELD if self._hold.exists() else PACE)
+        self._held = self._held + 1 if self._hold.exists() else 0
+        held = HELD * 2 ** min(5, max(0, self._held - SOON))
+        time.sleep(0 if self._enough.exists() else held if self._held else PACE)
 
 
 def tell(**facts: Any) -> None:
