@@ -76,9 +76,9 @@ def save(results: dict) -> None:
     lines = [
         "# Attacks",
         "",
-        "Random attacks on everything that a run can be asked to do; a finding would be another digest, a run that",
+        "Random attacks on what a run can be asked to do; a finding would be another digest, a run that",
         "ends or hangs, or something of the process that is not as before. Each round has its own seed:",
-        "`python benchmarks/attacks.py --arm NAME --seed SEED --rounds 1` plays it again. All of it: `make campaign`.",
+        "`python benchmarks/attacks.py --arm NAME --seed SEED --rounds 1` plays it again. `make campaign` has more arms.",
         "",
         table(dict(sorted(kept.items()))),
         "",

@@ -148,24 +148,38 @@ def test_a_block_that_fails_is_seen(tmp_path):
         run(["-c", RUN_BLOCKS], tmp_path, json.dumps(["made_up.md", [(1, "a = 1\n"), (4, "a\n")]]))
 
 
+def headings(text):
+    """What leads to the headings of a document, after the ``#`` of a link."""
+    titles = re.findall(r"(?m)^#+ (.*)", re.sub(r"(?s)```.*?```", "", text))
+    return {re.sub(r"[^\w\s-]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def broken_links(document, text):
-    """Relative links of a document that lead to no file."""
-    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", re.sub(r"(?s)```.*?```|`[^`]*`", "", text))
-    return [link for link in links if not (document.parent / link).exists()]
+    """Relative links of a document that lead to no file, or to no heading of one."""
+    links = re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", re.sub(r"(?s)```.*?```|`[^`]*`", "", text))
+    broken = []
+    for link, part in links:
+        target = document.parent / link if link else document
+        if link and not target.exists():
+            broken.append(link)
+        elif part and target.suffix == ".md":
+            read = target.read_text(encoding="utf-8") if link else text
+            broken += [] if part in headings(read) else [f"{link}#{part}"]
+    return broken
 
 
 @pytest.mark.house
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
-    """Every relative link of a document leads to a file."""
+    """Every relative link of a document leads to a file, or to a heading of one."""
     assert broken_links(document, document.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.house
 def test_a_broken_link_is_seen():
-    """A link to a file that is gone is noticed; one to a part of a page, to the network, or in code is not."""
-    text = "[a](gone.md) [b](README.md#top) [c](https://example.org/x) `[d](code.md)` [e](#here)"
-    assert broken_links(reading.ROOT / "x.md", text) == ["gone.md"]
+    """A link to a file or a heading that is gone is noticed; one to the network, or in code, is not."""
+    text = "# It is\n[a](gone.md) [b](README.md#top) [c](https://example.org/x) `[d](code.md)` [e](#it-is) [f](#no)"
+    assert broken_links(reading.ROOT / "x.md", text) == ["gone.md", "README.md#top", "#no"]
 
 
 @pytest.mark.house
