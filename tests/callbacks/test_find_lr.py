@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import phalanx
 from tests.callbacks.jobs import recipe
+
+
+def below(output, target):
+    return F.cross_entropy(output, target) - 3
 
 
 def test_a_rate_is_found_and_drawn():
@@ -26,3 +31,10 @@ def test_what_has_no_rate_to_find_is_refused():
         phalanx.find_lr(recipe(), lowest=1.0, highest=0.1)
     with pytest.raises(phalanx.UsageError, match="never fell"):
         phalanx.find_lr(recipe(optimizer=torch.optim.SGD, lr=1e-3), lowest=1e3, highest=1e5, steps=20)
+
+
+def test_a_loss_may_be_below_zero():
+    """A likelihood's loss is; four times the lowest was above each of its values, so the first step was the last."""
+    found = phalanx.find_lr(recipe().replace(loss_fn=below), steps=60)
+    assert len(found.lrs) > 30
+    assert found.suggestion in found.lrs

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -14,6 +15,7 @@ import phalanx
 from phalanx.checkpoint.chain import CHAIN, records_of
 from phalanx.cli.app import app
 from phalanx.cli.common import load_recipe
+from phalanx.proof.instant import Instant
 from phalanx.proof.replay import failure_of
 from phalanx.proof.verify import certify
 from tests.proof.jobs import ran, recipe
@@ -272,3 +274,21 @@ def test_what_was_frozen_is_named(tmp_path):
     assert "nothing frozen or thawed in" in told["plain"].fields["trained"]
     assert told["later"].fields["trained"].startswith("before step 3: ")
     assert phalanx.diff(folders["plain"], folders["last"]) is None
+
+
+def test_a_schedule_that_goes_by_a_metric(tmp_path, monkeypatch):
+    """Its steps are done again with the values that the run had. They were left out, and an honest run differed."""
+    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+    changes = {"scheduler": plateau, "schedule_every": "epoch", "schedule_on": "val_loss"}
+    job = recipe(steps=None, epochs=4, **changes)
+    due = phalanx.Evaluation({"val_loss": lambda output, target: output.new_tensor(1.0)}, job.data)
+    folder = ran(tmp_path / "run", job, evaluation=due, snapshot_every=7)
+    found = phalanx.verify(job, folder)
+    assert (found.status, found.steps) == (0, 20), found
+    other = ran(tmp_path / "other", job.replace(epochs=5), evaluation=due, snapshot_every=25)
+    assert phalanx.verify(job.replace(epochs=5), other).status == 0
+    shutil.rmtree(other / SNAPSHOT.format(25))  # as after a kill: what was evaluated since step 0 is in no snapshot
+    with pytest.raises(phalanx.UsageError, match="goes by 'val_loss', and no snapshot of the run has its value after"):
+        phalanx.verify(job.replace(epochs=5), other)
+    monkeypatch.setattr(Instant, "_follow", lambda *_: None)  # planted
+    assert "lr is" in str(phalanx.verify(job, folder))

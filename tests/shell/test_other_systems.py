@@ -86,3 +86,7 @@ def test_the_command_works(tmp_path):
     command = "from tests.shell import hidden; from phalanx.cli.app import main; main()"
     told = json.loads(ran("win32", "-c", command, "train", "job.py", "--json", folder=tmp_path))
     assert told["steps"] == 3
+    told = json.loads(ran("darwin", "-c", command, "check", "job.py", "--json", folder=tmp_path))
+    assert [told["same"], [row["what"].rpartition(" ")[2] for row in told["rows"]]] == [True, ["process"] * 3]
+    told = json.loads(ran("darwin", "-c", command, "check", "--json", folder=tmp_path))
+    assert all(one["digest"] and one["same with two workers"] is None for one in told["recipes"].values())

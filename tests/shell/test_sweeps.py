@@ -6,11 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import phalanx
 from phalanx.checkpoint.directory import LOG
 from phalanx.cli.common import load_recipe
 from phalanx.lab.sweeps import rows_of, table
+from tests.shell.test_command_line import phalanx_command
 
 JOB = """
 import torch, phalanx
@@ -175,6 +177,23 @@ def test_values_that_are_paths(here, job, tmp_path):
         kinds = {row["run"]: row["arguments"]["kind"] for row in rows}
         assert kinds == {"kind=sets%a": "sets/a", "kind=sets%b": "sets/b"}
     assert sorted(os.listdir(tmp_path / "runs")) == list(kinds)
+
+
+def test_a_run_that_ended_in_nan_says_so(tmp_path):
+    """The last values are shown, not the last finite ones; the best is one that was. JSON has a text for NaN."""
+    x, y = torch.randn(16, 4), torch.zeros(16, dtype=torch.long)
+
+    def loss(output, target):
+        return output.sum() * (1.0 if phalanx.current_step() < 2 else float("nan"))
+
+    job = phalanx.Recipe(lambda: torch.nn.Linear(4, 2), (x, y), loss, batch_size=8, epochs=2, on_nonfinite="ignore")
+    due = phalanx.Evaluation({"val_loss": lambda output, target: output.sum()}, (x, y))
+    job.train(workers=1, run_dir=tmp_path / "runs" / "a", evaluation=due, progress=False)
+    (row,) = rows_of(tmp_path / "runs")
+    assert [str(row["loss"]), str(row["metrics"]["val_loss"])] == ["nan", "nan"]
+    assert row["best"]["steps"] == 2
+    done = phalanx_command("runs", "runs", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout, parse_constant=pytest.fail)[0]["loss"] == "nan"
 
 
 def test_states_of_runs(job, tmp_path):

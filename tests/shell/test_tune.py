@@ -18,6 +18,13 @@ recipe = phalanx.Recipe(lambda: torch.nn.Linear(2, 3), (x, torch.arange(32) % 3)
                         replicas=4, batch_size=8, steps=3)
 """
 
+SCHEDULED = RECIPE.replace(
+    "steps=3)",
+    """epochs=30, scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+                        schedule_every="epoch", schedule_on="val")
+evaluation = phalanx.Evaluation({"val": lambda output, target: output.sum()}, recipe.data)""",
+)
+
 
 def row(replicas, workers, rate, *, threads=1, price=None):
     return Choice(replicas, workers, threads, 64 / rate, rate, price, 0)
@@ -115,3 +122,12 @@ def test_data_is_needed():
     """A recipe whose batches the caller brings has nothing to train on."""
     with pytest.raises(phalanx.UsageError, match="data is None"):
         phalanx.tune(FAMILIES["mlp"].recipe(2, data=None, epochs=None))
+
+
+@pytest.mark.long
+def test_schedules_by_epochs_and_metrics(tmp_path):
+    """What schedules go by: tune leaves them out, check and chaos evaluate it; all three refused such a file."""
+    (tmp_path / "job.py").write_text(SCHEDULED)
+    for arguments in (["tune", "--seconds", "0.1"], ["check"], ["chaos", "--kills", "1"]):
+        done = phalanx_command(arguments[0], "job.py", *arguments[1:], cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr

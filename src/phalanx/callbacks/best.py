@@ -7,7 +7,7 @@ import math
 import pathlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +58,13 @@ class Better:
         self._sign = 1 if mode == "max" or (mode == "auto" and large) else -1
         self._min_delta = min_delta
 
-    def of(self, values: Mapping[str, float]) -> float | None:
-        """The metric's value; None if it is of an evaluation that was not due. The loop refuses unknown names."""
-        name = meant(self.metric, values)
-        return None if name is None else values[name]
+    def of(self, values: Mapping[str, float], names: Collection[str]) -> float | None:
+        """The metric's value; None if it is of an evaluation that was not due. The loop refuses unknown names.
+
+        ``names``: of all that is evaluated. Among those that were due, "accuracy" may be that of another data set.
+        """
+        name = meant(self.metric, names)
+        return None if name is None else values.get(name)
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Whether a value improves on the best so far; NaN never does."""
@@ -127,7 +130,7 @@ class EarlyStopping(Callback):
 
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Compare with the best."""
-        value = self._better.of(values)
+        value = self._better.of(values, self._run.metric_names)
         if value is None:
             return
         if self._better.is_better(value, self.best_value):
@@ -140,17 +143,36 @@ class EarlyStopping(Callback):
 
     def state(self) -> dict[str, Any]:
         """What was counted."""
-        counted = {"best": self.best_value, "waited": self._waited, "stopped_at": self.stopped_at}
+        counted = {
+            "metric": self.waits_for,
+            "best": self.best_value,
+            "waited": self._waited,
+            "stopped_at": self.stopped_at,
+        }
         return counted if self.stopped_at is None else {**counted, "stopped_by": self._stopped_by}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue counting from there."""
         ended = {} if state["stopped_at"] is None else {"stopped_by": str}
-        kinds = {"best": float | None, "waited": int, "stopped_at": int | None, **ended}
+        named = {"metric": str} if "metric" in state else {}  # the first snapshots had no name
+        kinds = {**named, "best": float | None, "waited": int, "stopped_at": int | None, **ended}
         check_like(state, kinds, "EarlyStopping")
+        if _is_another(self, state.get("metric", self.waits_for)):
+            return
         self.best_value, self._waited, self.stopped_at = state["best"], state["waited"], state["stopped_at"]
         self._stopped_by = state.get("stopped_by", self._spelled)
         self._resumed = True
+
+
+def _is_another(callback: Any, metric: str) -> bool:
+    """Whether a snapshot's state is of another metric than that of a callback; warns that it begins anew then."""
+    if metric == callback.waits_for:
+        return False
+    checks.warn(
+        f"the snapshot has the state of {type(callback).__name__}({metric!r}), and this run has "
+        f"{type(callback).__name__}({callback.waits_for!r}), which begins anew there"
+    )
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +262,6 @@ class SaveBest(Callback):
         """Begin anew, unless the run goes on from a snapshot: then nothing is removed yet, as it may be refused."""
         self._run = run
         self._folder = None if run.kept_in is None else run.kept_in.resolve() / FOLDER
-        self._writes = run.run_dir is not None
         self.kept = [Best(self._better.metric, value, steps, self._file_of(steps)) for value, steps in self._known]
         self._known, self._tidy = [], not self._writes
         if run.resumed_from is None:
@@ -249,7 +270,7 @@ class SaveBest(Callback):
     def evaluated(self, values: Mapping[str, float]) -> None:
         """Keep the weights if they are among the best."""
         self._clear()
-        value = self._better.of(values)
+        value = self._better.of(values, self._run.metric_names)
         full = len(self.kept) >= self._keep
         if value is None or not self._better.is_better(value, self.kept[-1].value if full else None):
             return
@@ -272,7 +293,14 @@ class SaveBest(Callback):
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from there: their files are in the directory."""
         check_like(state, STATE, "SaveBest")
+        if _is_another(self, state["metric"]):
+            return
         self._known = [(value, steps) for value, steps in state["kept"]]
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process keeps the run now: over hosts another one may begin to, once the first has fallen."""
+        return self._run.run_dir is not None
 
     def _clear(self) -> None:
         """Remove files of steps that are done again, once."""

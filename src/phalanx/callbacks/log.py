@@ -111,7 +111,9 @@ class TensorBoard:
         folder = self._target or (run.run_dir or pathlib.Path()).resolve() / "tensorboard"
         if self._target is None and run.run_dir is not None:
             files.make_folder(folder)
-        self._writer = SummaryWriter(str(folder), purge_step=steps or None, **self._options)
+        self._writer = SummaryWriter(
+            str(folder), purge_step=steps if steps or run.resumed_from is not None else None, **self._options
+        )
 
     def write(self, step: int, row: Row) -> None:
         """Add a scalar for each value."""
@@ -167,7 +169,7 @@ class Log(Callback):
     def begin(self, run: Any) -> None:
         """Open it; where a run goes on, with its first step: until then the run may be refused."""
         self._run, self._row = run, None
-        if run.resumed_from is None:
+        if run.resumed_from is None and not run.steps:  # over hosts a process may keep a run that another has begun
             self._opened(0)
 
     def step(self, report: Any) -> None:

@@ -39,12 +39,12 @@ def line_after(previous: str, body: str, width: int) -> str:
     return f'{{"link": "{link}", {body[1:]}'.ljust(width - 1) + "\n"
 
 
-def body_of(fields: dict[str, Any]) -> str:
+def body_of(fields: Any) -> str:
     """What a step did as JSON; a number that is not finite as text, as JSON has none."""
     try:
         return json.dumps(fields, allow_nan=False)
     except ValueError:
-        return json.dumps({name: _plain(value) for name, value in fields.items()})
+        return json.dumps(_plain(fields))
 
 
 def _plain(value: Any) -> Any:

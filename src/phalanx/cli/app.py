@@ -252,23 +252,25 @@ def chaos(
     """
     from phalanx.lab.chaos import campaign
 
-    recipe, *_ = load_recipe(file, arguments or ())
+    recipe, evaluation, _ = load_recipe(file, arguments or ())
     if workers > recipe.replicas:
         raise UsageError(f"--workers is {workers}, but the recipe has {recipe.replicas} replicas; use at most those")
     if hosts > 1:
         given = {"file": file, "arguments": arguments or (), "workers": workers}
-        _fallen(recipe, given, kills, seed, hosts, json_=json_)
+        _fallen(recipe, evaluation, given, kills, seed, hosts, json_=json_)
         return
     if not json_:
         echo(f"phalanx: killing {kills} workers of {file}, seed {seed}")
-    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else echo(_spelled(one)))
+    trials = campaign(recipe, kills, seed, workers, lambda one: None if json_ else echo(_spelled(one)), evaluation)
     pauses = sorted(pause for one in trials for pause in one.pauses)
     median = round(pauses[len(pauses) // 2] * 1e3, 1) if pauses else None
     struck = {"kills": sum(one.kills for one in trials), "median_pause_ms": median}
     _ended(trials, struck, struck, seed, json_=json_)
 
 
-def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts: int, *, json_: bool) -> None:
+def _fallen(
+    recipe: Recipe, evaluation: Any, given: dict[str, Any], faults: int, seed: int, hosts: int, *, json_: bool
+) -> None:
     """Strike hosts, and print what came of it."""
     from phalanx.lab import falls
 
@@ -276,7 +278,7 @@ def _fallen(recipe: Recipe, given: dict[str, Any], faults: int, seed: int, hosts
         raise UsageError(f"--hosts is {hosts}, but --workers is {given['workers']}; each host has at least one")
     if not json_:
         echo(f"phalanx: {faults} faults of {hosts} hosts, seed {seed}. {falls.without_links()}".rstrip())
-    runs = falls.campaign(recipe, given, faults, seed, hosts, lambda line: None if json_ else echo(line))
+    runs = falls.campaign(recipe, given, faults, seed, hosts, lambda line: None if json_ else echo(line), evaluation)
     struck = Counter(fault.what for run in runs for fault in run.faults)
     joined = {"joined": sum(run.joined for run in runs)}
     _ended(runs, {"faults": dict(struck), **joined}, struck | joined, seed, json_=json_)

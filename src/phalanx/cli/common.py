@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import inspect
 import itertools
-import json
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -134,7 +133,9 @@ def echo(text: str, *, err: bool = False) -> None:
 def show(facts: Any, rows: Iterable[Sequence[Any]], *, json_: bool) -> None:
     """Print one JSON object for machines, or rows as a table for people; a row of one cell is a sentence."""
     if json_:
-        echo(json.dumps(facts))
+        from phalanx.checkpoint.chain import body_of
+
+        echo(body_of(facts))  # NaN is a text, as in logs
         return
     cells = [[(printable if len(row) > 1 else plain)(str(cell)) for cell in row] for row in rows]
     table = [row for row in cells if len(row) > 1]

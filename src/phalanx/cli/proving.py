@@ -144,14 +144,14 @@ def check_recipe(
         return _check_machine(json_=json_)
     from phalanx.lab import check as checked
 
-    recipe, *_ = load_recipe(file, arguments or ())
+    recipe, evaluation, _ = load_recipe(file, arguments or ())
     if into:  # the new process
         recipe = dataclasses.replace(recipe, steps=steps, epochs=None)
-        echo(str(checked.trained(recipe, "", pathlib.Path(into), engine="inline").digest))
+        echo(str(checked.trained(recipe, "", pathlib.Path(into), engine="inline", evaluation=evaluation).digest))
         return None
     named = devices.split(",") if devices else []
     rows: list[checked.Row] = []
-    for row in checked.check(recipe, file, named, steps, arguments or ()):
+    for row in checked.check(recipe, file, named, steps, arguments or (), evaluation):
         rows.append(row)
         if not json_:
             outcome = {True: row.digest, False: "DIFFERENT", None: "could not be told"}

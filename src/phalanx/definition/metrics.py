@@ -113,7 +113,14 @@ class Folded:
         total = copy.deepcopy(readings[0])  # not a fresh one: those warn that nothing was seen
         for reading in readings[1:]:
             _merge(total, reading)
+        for part in total.modules() if hasattr(total, "modules") else ():
+            if hasattr(part, "distributed_available_fn"):  # of torchmetrics, which would add up a group's processes:
+                part.distributed_available_fn = _nobody  # each of them has seen all samples
         return _numbers(total.compute())
+
+
+def _nobody() -> bool:
+    return False
 
 
 def _merge(total: Any, other: Any) -> None:
@@ -391,7 +398,12 @@ def name_of(metric: Any) -> str:
 def _numbers(value: Any) -> float | dict[str, Any]:
     """What a metric computed, as a float; or several by name."""
     if isinstance(value, Mapping):
-        return {str(name): _numbers(each) for name, each in value.items()}
+        numbers = dict[str, Any]()
+        for name, each in value.items():
+            inner = _numbers(each)
+            several = isinstance(inner, dict)
+            numbers |= {f"{name}/{key}": number for key, number in inner.items()} if several else {str(name): inner}
+        return numbers
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.recipe import Recipe
@@ -65,11 +66,12 @@ class Trial:
         return pauses
 
 
-def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int) -> Trial:
+def trial(recipe: Recipe, quiet: Result, kills: int, seed: int, workers: int, evaluation: Any = None) -> Trial:
     """Train ``recipe`` while up to ``kills`` of its workers are killed, and compare with the undisturbed result."""
     pause = STEPS_BETWEEN * max(quiet.seconds / max(quiet.steps, 1), SLOWEST)
     problem, result, over = "", None, threading.Event()
-    with recipe.start(workers=workers, engine="processes", progress=False) as run, ThreadPoolExecutor(1) as nemesis:
+    options = {"workers": workers, "engine": "processes", "progress": False, "evaluation": evaluation}
+    with recipe.start(**options) as run, ThreadPoolExecutor(1) as nemesis:
         killed = nemesis.submit(_kill, run, kills, seed, pause, over)
         try:
             run.finish()
@@ -118,12 +120,14 @@ def _recovered(run: Run, deaths: int) -> bool:
     return replaced and run.steps > max(one.step for one in incidents) + 1
 
 
-def campaign(recipe: Recipe, kills: int, seed: int, workers: int, show: Callable[[Trial], None]) -> list[Trial]:
+def campaign(
+    recipe: Recipe, kills: int, seed: int, workers: int, show: Callable[[Trial], None], evaluation: Any = None
+) -> list[Trial]:
     """Trials with the seeds ``seed``, ``seed + 1``, ... until ``kills`` workers were killed."""
-    quiet = recipe.train(engine="inline", progress=False)
+    quiet = recipe.train(engine="inline", progress=False, evaluation=evaluation)
     trials: list[Trial] = []
     while (remaining := kills - sum(one.kills for one in trials)) > 0:
-        trials.append(trial(recipe, quiet, remaining, seed + len(trials), workers))
+        trials.append(trial(recipe, quiet, remaining, seed + len(trials), workers, evaluation))
         show(trials[-1])
         if trials[-1].kills == 0 and len(trials) > kills:
             break  # the run is too short to be hit

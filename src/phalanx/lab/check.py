@@ -27,6 +27,7 @@ from phalanx.frameworks import registry
 from phalanx.proof.diff import diff
 from phalanx.proof.verify import DIFFERENT, SAME, UNKNOWN
 from phalanx.recipe import Recipe
+from phalanx.surroundings import system
 
 HASH_SEED = "4711"  # of the new process: sets and dicts of text come in another order there than here
 DETERMINISTIC = "deterministic"  # what torch's error about an operation without such a kernel contains
@@ -65,8 +66,9 @@ class Row:
 
 
 def check(
-    recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), steps: int = 5, arguments: Sequence[str] = ()
-) -> Iterator[Row]:
+    recipe: Recipe, file: str | None = None, devices: Sequence[str] = (), steps: int = 5, arguments: Sequence[str] = (),
+    evaluation: Any = None,
+) -> Iterator[Row]:  # fmt: skip
     """Train a recipe for ``steps`` steps in each way; yields each row as soon as it is done.
 
     Parameters
@@ -79,6 +81,8 @@ def check(
     steps : int
     arguments : sequence of str
         As in ``lr=0.01``, if ``NAME`` is a function.
+    evaluation : Evaluation, optional
+        On which a schedule may depend.
 
     Raises
     ------
@@ -93,7 +97,7 @@ def check(
     named = registry.whose(devices).spelled(devices, recipe.replicas) if devices else ()
     with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
         first = pathlib.Path(folder, FIRST)
-        for what, options in _ways(recipe, file, named):
+        for what, options in _ways(recipe, file, named, evaluation):
             run_dir = pathlib.Path(folder, what)
             try:
                 row = trained(recipe, what, run_dir, **options) if options else _elsewhere(what, run_dir, job, steps)
@@ -148,21 +152,24 @@ def circumstances(devices: Sequence[str], replicas: int) -> dict[str, str]:
     return facts | measured(names)
 
 
-def _ways(recipe: Recipe, file: str | None, devices: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _ways(
+    recipe: Recipe, file: str | None, devices: Sequence[str], evaluation: Any
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The name of each way, and its options of ``train``; no options stand for a new process."""
-    alone = {"engine": "inline"} | ({"devices": devices[:1]} if devices else {})
+    evaluated = {"evaluation": evaluation}
+    alone = {"engine": "inline", **evaluated} | ({"devices": devices[:1]} if devices else {})
     yield FIRST, alone
     yield AGAIN, alone
     if devices:
         for count in sorted({min(2, len(devices)), len(devices)} - {1}):
-            yield f"done on {count} devices", {"devices": devices[:count]}
+            yield f"done on {count} devices", {"devices": devices[:count], **evaluated}
         if not devices[0].startswith("cpu"):
             yield ANY, {**alone, "nondeterministic": "allow"}
         return
     if file is not None:
         yield NEW, {}
-    for count in sorted({min(2, recipe.replicas), recipe.replicas} - {1}):
-        yield f"done by {count} workers", {"engine": "processes", "workers": count}
+    for count in sorted({min(2, recipe.replicas), recipe.replicas} - {1}) if system.has_workers() else ():
+        yield f"done by {count} workers", {"engine": "processes", "workers": count, **evaluated}
 
 
 def _elsewhere(what: str, run_dir: pathlib.Path, job: Sequence[str], steps: int) -> Row:

@@ -283,10 +283,11 @@ def _fill(hosts: Hosts, done: Campaign, folder: pathlib.Path) -> None:
 
 
 def campaign(
-    recipe: Recipe, given: dict[str, Any], faults: int, seed: int, count: int, show: Callable[[str], None]
-) -> list[Campaign]:
+    recipe: Recipe, given: dict[str, Any], faults: int, seed: int, count: int, show: Callable[[str], None],
+    evaluation: Any = None,
+) -> list[Campaign]:  # fmt: skip
     """Runs with the seeds ``seed``, ``seed + 1``, ... until so many faults have struck, or one run went wrong."""
-    quiet = recipe.train(engine="inline", progress=False)
+    quiet = recipe.train(engine="inline", progress=False, evaluation=evaluation)
     wanted = {"digest": quiet.digest, "losses": hashed(json.dumps(quiet.loss_history)).hex()}
     done: list[Campaign] = []
     while (remaining := faults - sum(len(one.faults) for one in done)) > 0:

@@ -25,6 +25,7 @@ from phalanx.errors import PhalanxError
 from phalanx.frameworks import registry
 from phalanx.recipe import Recipe
 from phalanx.shared.memory import available_bytes
+from phalanx.surroundings import system
 from phalanx.surroundings.presence import processors, usable_cores
 
 # Of the environment, what changes threads, kernels and the order of things. The rest is not told: it may be secret.
@@ -63,7 +64,7 @@ def digests() -> dict[str, dict[str, Any]]:
         recipe = _recipe(name, make_model)
         try:
             digest = recipe.train(engine="inline", progress=False).digest
-            shared = recipe.train(workers=2, progress=False).digest if os.name == "posix" else None
+            shared = recipe.train(workers=2, progress=False).digest if system.has_workers() else None
         except PhalanxError as error:
             found[name] = {"digest": None, "error": f"{type(error).__name__}: {error}"}
         else:

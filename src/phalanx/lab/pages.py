@@ -43,6 +43,11 @@ td, th { text-align: left; padding: .15rem .6rem .15rem 0; border-bottom: 1px so
 """
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value of the log is one; those that are not finite are texts."""
+    return isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
+
+
 @dataclass
 class History:
     """What the log of a run says; lines of steps that were done again replace the earlier ones.
@@ -84,9 +89,12 @@ class History:
         return curves
 
     def last(self) -> dict[str, float]:
-        """The last loss, and the last value of each metric."""
-        others = {*BESIDE, *self.losses()}
-        return {name: points[-1][1] for name, points in self.curves.items() if points and name not in others}
+        """The last loss, and the last value of each metric, also if it is not finite."""
+        found = dict[str, float]()
+        for _, line in sorted(self.steps.items()):
+            values = {LOSS: line.get(LOSS)} | distinct_names(line.get("metrics", {}), (LOSS, *BESIDE))
+            found |= {name: float(value) for name, value in values.items() if _is_number(value)}
+        return found
 
     def losses(self) -> set[str]:
         """Names of losses beside the loss."""
@@ -94,7 +102,7 @@ class History:
 
     def best(self) -> dict[str, Any]:
         """The best value with its steps, of what ``SaveBest`` goes by, else the first metric that can be ranked."""
-        known, (metric, mode) = self.last(), self.saved_by
+        known, (metric, mode) = [name for name in self.last() if self.curves[name]], self.saved_by
         first, others = meant(metric, known), sorted(known, key=LOSS.__eq__)  # the loss last
         for name, sense in [(first or LOSS, mode)] * bool(first) + [(other, "auto") for other in others]:
             with contextlib.suppress(UsageError):  # its name does not say what is better

@@ -182,7 +182,8 @@ def _advice(samples: int | None, chosen: Choice, rows: Sequence[Choice]) -> str:
 
 def _measure(recipe: Recipe, replicas: int, workers: int, threads: int, seconds: float) -> Choice:
     # The scheduler is left out: it may be made for the recipe's number of steps, and it takes no time.
-    tried = dataclasses.replace(recipe, replicas=replicas, threads=threads, steps=FOREVER, epochs=None, scheduler=None)
+    length = {"steps": FOREVER, "epochs": None, "scheduler": None, "schedule_every": None, "schedule_on": None}
+    tried = dataclasses.replace(recipe, replicas=replicas, threads=threads, **length)
     spans: list[float] = []
     samples = 0
     with tried.start(workers=workers, engine="inline" if workers == 1 else "processes", progress=False) as run:
@@ -284,7 +285,9 @@ def find_lr(recipe: Recipe, lowest: float = 1e-7, highest: float = 1.0, steps: i
                 mean = SMOOTHING * mean + (1 - SMOOTHING) * report.loss
                 lrs.append(report.lr)
                 losses.append(mean / (1 - SMOOTHING ** len(lrs)))
-                if losses[-1] > DIVERGED * min(losses):
+                least = min(losses)
+                size = least if least > 0 else max(-least, abs(losses[0]))  # a likelihood's loss may be below 0
+                if losses[-1] - least > (DIVERGED - 1) * size:
                     break
         except NonFiniteError:  # it diverged in one step
             pass

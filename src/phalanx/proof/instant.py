@@ -14,10 +14,11 @@ from typing import Any
 from phalanx.checkpoint.chained import brought_as, leaves_now, retrained_in
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
 from phalanx.checkpoint.files import is_there
-from phalanx.checkpoint.resume import taken_over
+from phalanx.checkpoint.resume import read_any, taken_over
 from phalanx.checkpoint.snapshot import MANIFEST, Snapshot, read
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
+from phalanx.definition.evaluation import meant
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import supplied
 from phalanx.engines import openers
@@ -72,6 +73,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         _, open_engine = openers()  # they load the code that starts processes
         self.definition = definition
         self._batch, self._losses, self._changes = batch, losses, retrained_in(folder)
+        self._measured, self._told = _measured_in(folder) if definition.schedule_on else ({}, 0)
         self._opened: list[Framework] = []
         where = "inline" if workers == 1 else "processes", workers, devices, None
         self._engine = open_engine(definition, *where, self._beginning(begin), RunOptions(allow=None))
@@ -134,12 +136,30 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         if batch is not None:
             self.brought, report = brought_as(batch), report._replace(epoch=batch.epoch)
         self._retrain()
+        if self.definition.schedule_on is not None and not self._engine.progress.between_phases:
+            self._follow(self.definition.schedule_on, report.epoch)
         return report
 
     def _retrain(self) -> None:
         """Freeze and thaw what the run did before this step; a snapshot may have it already, and repeating is safe."""
         for change in () if self._engine.progress.between_phases else self._changes.get(self.step, ()):
             self._engine.schedule(change, 0)
+
+    def _follow(self, metric: str, epoch: int | None) -> None:
+        """Step the schedule after an epoch, with the value that the run had: evaluations are not computed again."""
+        supply = self._supply
+        if epoch is None or not (
+            supply.epochs(self.step) > epoch if supply else self.definition.epoch_ended(self.step)
+        ):
+            return
+        if self.step > self._told:
+            raise UsageError(
+                f"the schedule goes by {metric!r}, and no snapshot of the run has its value after step {self.step}; "
+                "give steps before that"
+            )
+        name = meant(metric, {name for values in self._measured.values() for name in values})
+        if (value := self._measured.get(self.step, {}).get(name or "")) is not None:
+            self._engine.schedule(value, epoch)
 
     def go_to(self, step: int, phase: str | None = None, *, progress: bool | str = "auto") -> None:
         """Do all steps before ``step``, and its phases before ``phase``; shows a bar where that takes a while.
@@ -299,3 +319,13 @@ def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:
             with contextlib.suppress(SnapshotError):  # steps since an earlier one come to the same
                 return read(path)
     return None
+
+
+def _measured_in(folder: pathlib.Path | None) -> tuple[dict[int, dict[str, float]], int]:
+    """What was evaluated in a run, by steps done and by name; and up to which step that is known."""
+    if folder is None:
+        return {}, 0
+    newest, measured = read_any(folder), dict[int, dict[str, float]]()
+    for steps, value, name in newest.metrics:
+        measured.setdefault(steps, {})[name] = float(value)
+    return measured, newest.step

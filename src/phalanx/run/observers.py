@@ -85,6 +85,11 @@ def checked_callbacks(callbacks: Any) -> tuple[Any, ...]:
                 f"callbacks is {checks.shown(callbacks)}; it must be a list of functions f(report), as in "
                 f"callbacks=[show], or of objects with any of {', '.join(HOOKS)}"
             )
+        if is_object(callback) and callable(callback) and not callable(getattr(callback, "step", None)):
+            checks.warn(
+                f"callbacks has a {type(callback).__name__} with hooks, so its __call__ is never called; call that "
+                "step(report)"
+            )
         if callable(getattr(callback, "state", None)) != callable(getattr(callback, "load", None)):
             raise UsageError(
                 f"callbacks has a {type(callback).__name__} with only one of state() and load(state); what one gives, "
@@ -222,6 +227,8 @@ class ProgressLines(Observer):
 
     def step(self, report: StepReport) -> None:
         """Count a step, and print a line if one is due."""
+        if self._definition.stream is not None and self._losses and report.epoch != self._report.epoch:
+            self._line()  # of a stream, the next epoch says that one has ended
         self._report = report
         self._losses.append(report.loss)
         self._samples += report.samples

@@ -163,6 +163,11 @@ class Run:
         return self._loop.left().get("averaged")
 
     @property
+    def metric_names(self) -> frozenset[str]:
+        """Full names of all that ``evaluation=`` has, also where it is not due; of objects once they were asked."""
+        return self._loop.metric_names
+
+    @property
     def run_dir(self) -> pathlib.Path | None:
         """Where the run is kept; None for one that is not."""
         return None if self._saver is None else self._saver.folder
