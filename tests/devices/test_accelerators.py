@@ -155,7 +155,7 @@ def a_room_used_too_early(patch):
 def pinned_memory_used_again(patch):
     """A batch's pinned memory is written while the device reads it."""
 
-    def overwritten(own, leaf):
+    def overwritten(own, leaf, *, pins=True):
         pinned = leaf.pin_memory()
         arrived = pinned.to(own._device, non_blocking=True)  # planted
         pinned.zero_()

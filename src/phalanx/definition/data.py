@@ -388,16 +388,21 @@ def leaves(tree: Any, name: str, *, lists: bool = False) -> Iterator[tuple[str, 
         yield name, tree
 
 
-def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``function`` to every leaf of a tree of tuples, named tuples, lists and mappings, whose types stay."""
+def map_tree(function: Callable[[Any], Any], tree: Any, whole: type | tuple[type, ...] = ()) -> Any:
+    """Apply ``function`` to every leaf of a tree of tuples, named tuples, lists and mappings, whose types stay.
+
+    What is ``whole`` is a leaf, too.
+    """
+    if isinstance(tree, whole):
+        return function(tree)
     if isinstance(tree, (tuple, list)):
-        mapped = [map_tree(function, value) for value in tree]
+        mapped = [map_tree(function, value, whole) for value in tree]
         if isinstance(tree, list):
             return mapped
         named = getattr(tree, "_make", None)
         return tuple(mapped) if named is None else named(mapped)
     if isinstance(tree, Mapping):
-        return like(tree, {key: map_tree(function, value) for key, value in tree.items()})
+        return like(tree, {key: map_tree(function, value, whole) for key, value in tree.items()})
     return function(tree)
 
 

@@ -17,7 +17,10 @@ def in_buckets(sizes: dict[int, int], itemsize: int, slices: int) -> Cut:
     for at, (index, count) in enumerate(pending):
         places[index] = size
         size += -(-count // step) * step
-        if at + 1 == len(pending) or (size + pending[at + 1][1]) * itemsize > BUCKET:
+        last = at + 1 == len(pending)
+        if size and (last or (size + pending[at + 1][1]) * itemsize > BUCKET):
             rows.append((places, [(0, -(-size // (slices * step)) * step)]))
             places, size = {}, 0
-    return rows
+    if places and rows:  # parameters without elements, behind all others
+        rows[-1][0].update(places)
+    return rows or [(places, [])]

@@ -135,7 +135,7 @@ class Transport:
         mine = torch.arange(size * part, device=self._device).add_(rank * TRIED)
         came = torch.empty_like(mine)
         self.wait(self.all_to_all(came, mine, [part] * size, [part] * size))
-        wanted = torch.arange(part) + rank * part
+        wanted = torch.arange(part, device="cpu") + rank * part
         wrong = [at for at, row in enumerate(came.view(size, part).cpu()) if not torch.equal(row, wanted + at * TRIED)]
         if wrong:
             raise RunError(
@@ -199,7 +199,7 @@ class Transport:
         try:
             if not self._staged:
                 return operation(target, source, *cuts), None, None
-            arrived = torch.empty(target.shape, dtype=target.dtype)
+            arrived = torch.empty(target.shape, dtype=target.dtype, device="cpu")
             return operation(arrived, source.cpu(), *cuts), target, arrived
         except RuntimeError as error:
             self._lost(error)

@@ -94,8 +94,8 @@ class Across:
     def exchange(self, mine: Sequence[bytes]) -> list[bytes]:
         """The texts of all replicas, of any length; ``mine``: those of this host's."""
         most = max(map(len, self._blocks))
-        own = torch.tensor([*map(len, mine), *[0] * (most - len(mine))])
-        lengths = torch.empty(len(self._blocks) * most, dtype=torch.int64)
+        own = torch.tensor([*map(len, mine), *[0] * (most - len(mine))], device="cpu")
+        lengths = torch.empty(len(self._blocks) * most, dtype=torch.int64, device="cpu")
         self._gloo.gather(lengths, own)
         rows = lengths.view(len(self._blocks), most).tolist()
         known = [length for row, block in zip(rows, self._blocks, strict=True) for length in row[: len(block)]]

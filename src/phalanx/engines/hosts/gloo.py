@@ -126,7 +126,7 @@ class Gloo:
             raise SeveredError("a process that does not have the key of this job has connected in place of a member")
 
     def _bytes_of_all(self, mine: bytes, size: int) -> bytes:
-        gathered = torch.empty(size * len(mine), dtype=torch.uint8)
+        gathered = torch.empty(size * len(mine), dtype=torch.uint8, device="cpu")
         self.gather(gathered, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         return gathered.numpy().tobytes()
 

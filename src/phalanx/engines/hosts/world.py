@@ -359,8 +359,8 @@ class World:
 
     def behind(self, step: int, agreed: int) -> list[int]:
         """The members that have not the state of a step; ``step``: of the state here, -1 if it is lost."""
-        gathered = torch.empty(self.size, dtype=torch.int64)
-        self._met.gather(gathered.view(torch.uint8), torch.tensor([step]).view(torch.uint8))
+        gathered = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self._met.gather(gathered.view(torch.uint8), torch.tensor([step], device="cpu").view(torch.uint8))
         return [rank for rank, theirs in zip(self.members.ranks, gathered.tolist(), strict=True) if theirs != agreed]
 
     def tell(self, workers: int) -> None:
@@ -381,15 +381,15 @@ class World:
         """Send bytes to members."""
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         positions = [self.members.ranks.index(rank) for rank in ranks]
-        for piece in (torch.tensor([len(content)]), *data.split(PIECE)):
+        for piece in (torch.tensor([len(content)], device="cpu"), *data.split(PIECE)):
             self._wait([self._met.begin_send(piece, position) for position in positions])
 
     def receive(self, rank: int) -> bytes:
         """Bytes that a member sends."""
-        position, size = self.members.ranks.index(rank), torch.empty(1, dtype=torch.int64)
+        position, size = self.members.ranks.index(rank), torch.empty(1, dtype=torch.int64, device="cpu")
         with self._waiting.on(f"the state from process {rank}"):
             self._wait([self._met.begin_receive(size, position)])
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         for piece in data.split(PIECE):
             self._wait([self._met.begin_receive(piece, position)])
         return data.numpy().tobytes()
@@ -400,7 +400,7 @@ class World:
 
     def odd_one(self, content: bytes) -> int | None:
         """The first process whose bytes differ from rank 0's, at equal length; None if all have the same."""
-        gathered = torch.empty(self.size * len(content), dtype=torch.uint8)
+        gathered = torch.empty(self.size * len(content), dtype=torch.uint8, device="cpu")
         self._met.gather(gathered, torch.frombuffer(bytearray(content), dtype=torch.uint8))
         rows = gathered.numpy().reshape(self.size, -1)
         differing = np.flatnonzero((rows != rows[0]).any(1))
@@ -408,10 +408,10 @@ class World:
 
     def told(self, content: bytes) -> list[bytes]:
         """What all members say, in the order of their ranks; each may say as much as it likes."""
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        self._met.gather(sizes.view(torch.uint8), torch.tensor([len(content)]).view(torch.uint8))
+        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self._met.gather(sizes.view(torch.uint8), torch.tensor([len(content)], device="cpu").view(torch.uint8))
         room = int(sizes.max())
-        gathered = torch.empty(self.size * room, dtype=torch.uint8)
+        gathered = torch.empty(self.size * room, dtype=torch.uint8, device="cpu")
         self._met.gather(gathered, torch.frombuffer(bytearray(content.ljust(room)), dtype=torch.uint8))
         rows = gathered.numpy().reshape(self.size, room)
         return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]

@@ -8,10 +8,11 @@ import pickle
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,7 +22,7 @@ from phalanx.errors import StartError
 from phalanx.surroundings import presence
 
 WORKER = "phalanx.engines.processes.worker"
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 18
 BEGINNING = "<string>"  # the file name of a worker's warnings that come from no line of the caller's code
 
 
@@ -62,6 +63,7 @@ class WorkerHandle:
         self.channel = Connection(mine.detach())
         self.pipes = [output[0], errors[0]]
         self.pidfd: int | None = None
+        self._came = bytearray()  # of messages that are not whole yet
         presence.own(self)
         try:
             fds = [theirs.fileno(), output[1], errors[1], *memories]
@@ -80,14 +82,33 @@ class WorkerHandle:
         return [fd for fd in (self.channel.fileno(), *self.pipes, self.pidfd) if fd is not None]
 
     def heard(self) -> tuple[list[Any], bool]:
-        """The messages that have come, and whether there may be more."""
-        messages, more = list[bytes](), True
+        """The messages that have come, and whether there may be more. Of one that is stopped in the middle, a part."""
+        more = True
         try:
-            while not messages or self.channel.poll():
-                messages.append(self.channel.recv_bytes())
-        except (EOFError, OSError):
+            while more and self.channel.poll():
+                chunk = os.read(self.channel.fileno(), CHUNK_BYTES)
+                self._came += chunk
+                more = bool(chunk)
+        except OSError:
             more = False
-        return [pickle.loads(message) for message in filter(None, messages)], more  # noqa: S301  from a child
+        return [pickle.loads(message) for message in filter(None, self._whole())], more  # noqa: S301  from a child
+
+    def _whole(self) -> Iterator[bytes]:
+        """The messages that have come whole, in the form in which ``Connection`` sends them."""
+        begin = 0
+        while (head := struct.Struct("!i")).size <= len(self._came) - begin:
+            (size,) = head.unpack_from(self._came, begin)
+            if size < 0:  # a long one says so, and then how long it is
+                head = struct.Struct("!iQ")
+                if len(self._came) - begin < head.size:
+                    break
+                _, size = head.unpack_from(self._came, begin)
+            end = begin + head.size + size
+            if len(self._came) < end:
+                break
+            yield bytes(memoryview(self._came)[begin + head.size : end])
+            begin = end
+        del self._came[:begin]
 
     def wake(self) -> None:
         """Tell it that something has been granted."""

@@ -46,7 +46,7 @@ def prepare(names: Sequence[str], *, allow: bool) -> None:
                 "register it in a worker; let the module register the kind when it is imported"
             )
     named = any(name.startswith("cuda") for name in names)
-    if not allow and torch.version.cuda is not None and (named or torch.cuda.device_count()):
+    if not allow and torch.version.cuda is not None and (named or (not names and torch.cuda.device_count())):
         set_workspace()
 
 
@@ -71,6 +71,10 @@ def current(device: torch.device) -> Iterator[None]:
     module = torch.get_device_module(device)
     if device.type == "cpu" or not hasattr(module, "set_device"):
         yield
+        return
+    if isinstance(getattr(module, "device", None), type):  # CUDA's: it goes back without a context on that device
+        with module.device(device.index):
+            yield
         return
     before = module.current_device()
     module.set_device(device.index)

@@ -195,7 +195,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def blank(spec: Spec) -> torch.Tensor:
     """A tensor with any content."""
-    return torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype))
+    return torch.empty_strided(spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device="cpu")
 
 
 def view(memory: mmap.mmap, offset: int, spec: Spec) -> torch.Tensor:
@@ -229,6 +229,8 @@ class DeviceArithmetic:
     def divide(self, vector: Gradient, divisor: float) -> Gradient:
         """One kernel for all where that is a product, whose bits are the same."""
         there = [entry for entry in vector if entry is not None]
+        if not there:  # a kernel for many tensors takes no empty list
+            return vector
         factor = None if any(map(torch.is_complex, there)) else _factor(divisor)
         if factor is None:
             return divide(vector, divisor)

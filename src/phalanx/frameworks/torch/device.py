@@ -24,7 +24,7 @@ from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.seams import Arithmetic
 from phalanx.seams.records import Captured, Computed, Exported, Measurement, Todo, Watch, Weights
 
-ALIGNED = 16  # bytes
+ALIGNED = 64  # bytes: four values of the widest dtype
 INSTEAD = {  # docs/devices.md has each with its code
     "adaptive_avg_pool2d": "use AvgPool2d where sizes divide, or pool to one element",
     "adaptive_max_pool2d": "use MaxPool2d where sizes divide",
@@ -76,6 +76,7 @@ class TorchDevice(Torch):
             NoMean(definition.replicas),
             later=True,
             host=host,
+            chunk=self._feed.measured,
         )
 
     def gradients(self, todo: Sequence[Todo], watch: Watch | None = None) -> Iterator[Computed]:

@@ -267,6 +267,8 @@ def _made(
         options["momentum"] = LATER_MOMENTUM  # its state is made when that is first not 0; a scheduler may set it
     if device == "meta" and group.get("fused") and torch.get_default_dtype() == torch.float32:
         options["fused"] = False  # fused kernels need memory; the state is the same where step counts are float32
+    if group.get("capturable"):
+        options["capturable"] = False  # which the CPU refuses; the state is the same
     return step_alone(optimizer, options)
 
 

@@ -322,7 +322,7 @@ def _held(tensors: Mapping[int, Any]) -> dict[int, torch.UntypedStorage]:
     """
     known = Counter(id(item) for item in gc.get_referents(*gc.get_objects()) if id(item) in tensors)
     views = Counter(id(tensor._base) for tensor in tensors.values())
-    held, alone = dict[int, torch.UntypedStorage](), torch.empty(0)
+    held, alone = dict[int, torch.UntypedStorage](), torch.empty(0, device="cpu")
     for tensor in tensors.values():
         beyond = tensor._use_count() - 1  # views in C++, and what DLPack made
         others = sys.getrefcount(tensor) - known[id(tensor)] - bool(beyond) > sys.getrefcount(alone)
@@ -356,7 +356,7 @@ def home_at(location: tuple[mmap.mmap, int], size: int) -> torch.UntypedStorage:
 def placed(tensor: torch.Tensor, home: torch.UntypedStorage) -> torch.Tensor:
     """What a tensor would be if its storage were this one."""
     geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-    moved = torch.empty(0, dtype=tensor.dtype).set_(home, *geometry)
+    moved = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(home, *geometry)
     moved = moved.conj() if tensor.is_conj() else moved
     return NEGATIVE._neg_view(moved) if tensor.is_neg() else moved
 
@@ -378,4 +378,4 @@ def _address(tensor: torch.Tensor) -> int:
 
 def bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
     """A storage's memory."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()

@@ -153,7 +153,7 @@ def tensor_of(stored: Tensor) -> torch.Tensor:
     """A stored tensor, in memory of its own."""
     dtype = getattr(torch, stored.dtype)
     if not math.prod(stored.shape):
-        return torch.empty(stored.shape, dtype=dtype)
+        return torch.empty(stored.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(stored.content), dtype=dtype).reshape(stored.shape)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate as default_collate
 
 from phalanx.definition import generators
@@ -44,6 +45,7 @@ class Feed:
 
     def __init__(self, definition: Definition, model: torch.nn.Module, shapes: StaticShapes) -> None:
         self.collate = definition.collate_fn or default_collate
+        self.collates = definition.collate_fn is None  # batches are made here, and nobody else writes them
         self.settle = shapes.settle  # what is compiled from here on is compiled for the sizes at hand
         self._owned = definition.generators
         self._models = generators.find({"model": model})
@@ -92,6 +94,11 @@ class DeviceFeed:
         self._sources: list[torch.Tensor] = []  # pinned memory that copies of this step and the next may still read
         self._older: list[torch.Tensor] = []
         self._pins = self._accelerated and can_pin()
+        self._collates = getattr(host, "collates", True)
+
+    def measured(self, key: int, share: Share) -> Any:
+        """A chunk of an evaluation; without pinned memory, of which nobody would know when it may be given back."""
+        return self._copied(self._host.batch(key, share), pins=False)
 
     def batch(self, key: int | None, share: Share) -> Any:
         """A share's samples on the device, as ``Feed.batch`` has them on the host."""
@@ -125,16 +132,23 @@ class DeviceFeed:
         """Drop all that was read ahead."""
         self._ready.clear()
 
-    def _copied(self, batch: Any) -> Any:
-        return map_tree(self._to_device, batch) if self._accelerated else batch
+    def _copied(self, batch: Any, *, pins: bool = True) -> Any:
+        if not self._accelerated:
+            return batch
+        return map_tree(functools.partial(self._to_device, pins=pins), batch, PackedSequence)
 
-    def _to_device(self, leaf: Any) -> Any:
+    def _to_device(self, leaf: Any, *, pins: bool = True) -> Any:
+        if isinstance(leaf, PackedSequence):  # whose sizes stay on the host
+            return leaf.to(self._device)
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if self._pins and leaf.device.type == "cpu":
-            leaf = leaf.pin_memory()  # itself, if it is already
+        pins = pins and self._pins and leaf.device.type == "cpu"
+        if pins and leaf.is_pinned() and not self._collates:  # user code may write there again at once
+            pins = False
+        if pins:
+            leaf = (leaf.contiguous() if 0 in leaf.stride() else leaf).pin_memory()  # itself, if it is already
             self._sources.append(leaf)
-        return leaf.to(self._device, non_blocking=self._pins)
+        return leaf.to(self._device, non_blocking=pins)
 
 
 def opened(source: Source, *, pins: bool = False) -> Source:

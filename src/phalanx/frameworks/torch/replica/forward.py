@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from phalanx.definition import checks, generators
 from phalanx.definition.data import is_pair, leaves, map_tree, target_of
@@ -264,7 +265,8 @@ class Forward:
         """``batch`` with its tensors on the model's device."""
         if self._device.type == "cpu":
             return batch
-        return map_tree(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        moves = torch.Tensor, PackedSequence  # the sizes of the latter stay on the host
+        return map_tree(lambda leaf: leaf.to(self._device) if isinstance(leaf, moves) else leaf, batch, PackedSequence)
 
     def _tensor(self, value: Any) -> Any:
         return value if isinstance(value, torch.Tensor) else self.to_device(as_tensors(value))

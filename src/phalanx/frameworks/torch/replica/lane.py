@@ -60,6 +60,8 @@ class Lane:
         Seeds generators and knows their states, for a loss over the whole batch.
     later : bool, default False
         Whether losses and weights stay unread on the device: all devices get their work before one is waited for.
+    chunk : callable, optional
+        Reads what an evaluation sees; ``batch`` where there is none.
 
     Attributes
     ----------
@@ -80,6 +82,7 @@ class Lane:
         *,
         later: bool = False,
         host: Feed | None = None,
+        chunk: Callable[[int, Share], Any] | None = None,
     ) -> None:
         check_mode(model, definition.modes)
         self.model = model
@@ -89,7 +92,7 @@ class Lane:
         self._members = [(place, dict(place)) for place in places]
         self._values = [place.values() for place in places]
         self._ids = self._now()
-        self._read_batch = batch
+        self._read_batch, self._read_chunk = batch, chunk or batch
         self.buffers = buffers
         self._shared = definition.replicas > 1
         self.collector = Collector(self.named, written=later or self._shared or math.isfinite(definition.max_norm))
@@ -371,7 +374,7 @@ class Lane:
             try:
                 comparing = checks.comparing(self._no_mean.compared, metrics.key)
                 with comparing, interrupts.held(), interrupts.user_code():
-                    values = self._measuring.evaluated(metrics, self._read_batch(key, share), share.origin)
+                    values = self._measuring.evaluated(metrics, self._read_chunk(key, share), share.origin)
             finally:
                 self.buffers.restore()
                 self._retrain(trained)

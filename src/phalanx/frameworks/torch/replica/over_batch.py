@@ -205,7 +205,9 @@ class OverBatch:
     def _unpack(self, dtype: str, shape: Sequence[int], memory: memoryview) -> Any:
         if dtype not in DTYPES:
             return rows.numpy_unpacked(dtype, shape, memory)
-        content = torch.frombuffer(bytearray(memory), dtype=torch.uint8) if len(memory) else torch.empty(0)
+        content = (
+            torch.frombuffer(bytearray(memory), dtype=torch.uint8) if len(memory) else torch.empty(0, device="cpu")
+        )
         flat = content.view(DTYPES[dtype]) if len(memory) else content.to(DTYPES[dtype])
         return flat.view(tuple(shape)).to(self._device)
 
