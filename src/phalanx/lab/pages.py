@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from phalanx.callbacks.best import Better
 from phalanx.checkpoint import files
@@ -43,7 +43,7 @@ td, th { text-align: left; padding: .15rem .6rem .15rem 0; border-bottom: 1px so
 """
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float | str]:
     """Whether a value of the log is one; those that are not finite are texts."""
     return isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
 

@@ -81,7 +81,7 @@ class Loop:
         names = {
             each.full(name): alone for each in evaluations for name, alone in each.metrics(single=False).names.items()
         }
-        self._whole = frozenset(name for name, alone in names.items() if alone)
+        self._named = frozenset(name for name, alone in names.items() if alone)
         self._decisive = deciding([metric for _, metric in waiting], names) if waiting else frozenset[str]()
         self._counts = Counter[Any]()  # of each evaluation
         self._observers = tuple(observers)
@@ -332,7 +332,7 @@ class Loop:
     @property
     def metric_names(self) -> frozenset[str]:
         """Full names of all that is evaluated, as far as they are known: those of objects are once they were asked."""
-        return self._whole.union(self._names)
+        return self._named.union(self._names)
 
     def _schedule(self, metric: str, values: dict[str, float], epoch: int) -> None:
         if (name := meant(metric, self.metric_names)) in values:  # else its evaluation was not due

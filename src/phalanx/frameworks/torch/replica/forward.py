@@ -266,7 +266,9 @@ class Forward:
         if self._device.type == "cpu":
             return batch
         moves = torch.Tensor, PackedSequence  # the sizes of the latter stay on the host
-        return map_tree(lambda leaf: leaf.to(self._device) if isinstance(leaf, moves) else leaf, batch, PackedSequence)
+        return map_tree(
+            lambda leaf: leaf.to(device=self._device) if isinstance(leaf, moves) else leaf, batch, PackedSequence
+        )
 
     def _tensor(self, value: Any) -> Any:
         return value if isinstance(value, torch.Tensor) else self.to_device(as_tensors(value))
