@@ -139,7 +139,8 @@ class DeviceFeed:
 
     def _to_device(self, leaf: Any, *, pins: bool = True) -> Any:
         if isinstance(leaf, PackedSequence):  # whose sizes stay on the host
-            return leaf.to(device=self._device)
+            packed: Any = leaf
+            return packed.to(self._device)
         if not isinstance(leaf, torch.Tensor):
             return leaf
         pins = pins and self._pins and leaf.device.type == "cpu"

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import math
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -265,10 +266,9 @@ class Forward:
         """``batch`` with its tensors on the model's device."""
         if self._device.type == "cpu":
             return batch
+        to = operator.methodcaller("to", self._device)
         moves = torch.Tensor, PackedSequence  # the sizes of the latter stay on the host
-        return map_tree(
-            lambda leaf: leaf.to(device=self._device) if isinstance(leaf, moves) else leaf, batch, PackedSequence
-        )
+        return map_tree(lambda leaf: to(leaf) if isinstance(leaf, moves) else leaf, batch, PackedSequence)
 
     def _tensor(self, value: Any) -> Any:
         return value if isinstance(value, torch.Tensor) else self.to_device(as_tensors(value))
