@@ -39,6 +39,9 @@ class Tell:
             file.write(str(report.step))
         if not os.path.exists(os.path.join(folder, "enough")):
             time.sleep(pause)
+        waits = time.monotonic() + (5 if report.step >= recipe.steps - 16 else 0)
+        while os.path.exists(os.path.join(folder, "late")) and time.monotonic() < waits:
+            time.sleep(0.02)
 def slow(output, target):
     time.sleep(0.2)
     return (output.argmax(1) == target).float().mean()
@@ -150,8 +153,9 @@ class Hosts:
         return self.network.start(number, *self.command, RANK=str(number), **self.world)
 
     def again(self, number):
-        """Start a process again, as a launcher would, with the same environment."""
+        """Start a process again, as a launcher would, with the same environment; the last steps wait for it."""
         self.processes[number].wait(30)
+        (self.folder / "late").touch()  # on a loaded machine the run would end before that
         (self.folder / f"step-{number}").unlink()
         self.processes[number] = self.begin(number)
 
@@ -164,6 +168,7 @@ class Hosts:
     def at(self, step, number=1):
         """Wait until a process has been told of a step."""
         until(lambda: self.step(number) >= step, 120)
+        (self.folder / "late").unlink(missing_ok=True)
 
     def step(self, number):
         """The step that a process was told of last."""
