@@ -49,6 +49,7 @@ def test_a_metric_is_that_of_its_own_evaluation():
     assert named.best.value == pytest.approx(0.99)  # the twin: another name has the other value
 
 
+@pytest.mark.long
 def test_a_state_of_another_metric_is_not_taken_over(tmp_path):
     """A run that goes on with callbacks for another metric counts anew, and says so; its best was that of the other."""
     both = phalanx.Evaluation({"cost": constant(0.01), "accuracy": accuracy}, (HELD_OUT, TARGETS))
@@ -131,6 +132,7 @@ def test_lines_after_epochs_of_a_stream(capsys):
     assert [line.partition("epoch ")[2][:3] for line in lines] == ["1/3", "2/3", "3/3"]
 
 
+@pytest.mark.long
 def test_objects_of_torchmetrics_ask_no_group():
     """In a group of the user's own each process has seen all samples; a sum was gathered from all of them again."""
     torchmetrics = pytest.importorskip("torchmetrics")

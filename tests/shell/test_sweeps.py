@@ -179,6 +179,7 @@ def test_values_that_are_paths(here, job, tmp_path):
     assert sorted(os.listdir(tmp_path / "runs")) == list(kinds)
 
 
+@pytest.mark.long
 def test_a_run_that_ended_in_nan_says_so(tmp_path):
     """The last values are shown, not the last finite ones; the best is one that was. JSON has a text for NaN."""
     x, y = torch.randn(16, 4), torch.zeros(16, dtype=torch.long)
