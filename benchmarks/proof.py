@@ -118,7 +118,10 @@ def costs() -> str:
             model, step.spelled(1e3 * auto["step"]), f"{1e6 * auto['link']:.0f}", str(auto["digests"]),
             f"{100 * auto['share']:.2f} %", f"{100 * (audited - 1):.0f} %", f"{audited - 1:.2f} %",
         ])  # fmt: skip
-    header = ["model", "step, ms", "a link, us", f"digests in {SECONDS:.0f} s", 'chain="auto"', "audit=1", "audit=0.01, reckoned"]
+    header = [
+        "model", "step, ms", "a link, us", f"digests in {SECONDS:.0f} s", 'chain="auto"', "audit=1",
+        "audit=0.01, reckoned",
+    ]  # fmt: skip
     return step.markdown(header, rows)
 
 
