@@ -76,12 +76,12 @@ class Loop:
         self._definition = definition
         self._engine = engine
         self._evaluations = self._unseen = tuple(evaluations)
-        self._waiting, self._names = waiting, dict[str, bool]()
+        self._waiting = waiting
         self._compared = set[Any]()  # metrics that were folded
         names = {
             each.full(name): alone for each in evaluations for name, alone in each.metrics(single=False).names.items()
         }
-        self._named = frozenset(name for name, alone in names.items() if alone)
+        self._names = {name: alone for name, alone in names.items() if alone}  # in their order: errors list them
         self._decisive = deciding([metric for _, metric in waiting], names) if waiting else frozenset[str]()
         self._counts = Counter[Any]()  # of each evaluation
         self._observers = tuple(observers)
@@ -330,9 +330,9 @@ class Loop:
                 check_metric(argument, metric, self._names)
 
     @property
-    def metric_names(self) -> frozenset[str]:
+    def metric_names(self) -> tuple[str, ...]:
         """Full names of all that is evaluated, as far as they are known: those of objects are once they were asked."""
-        return self._named.union(self._names)
+        return tuple(self._names)
 
     def _schedule(self, metric: str, values: dict[str, float], epoch: int) -> None:
         if (name := meant(metric, self.metric_names)) in values:  # else its evaluation was not due

@@ -163,7 +163,7 @@ class Run:
         return self._loop.left().get("averaged")
 
     @property
-    def metric_names(self) -> frozenset[str]:
+    def metric_names(self) -> tuple[str, ...]:
         """Full names of all that ``evaluation=`` has, also where it is not due; of objects once they were asked."""
         return self._loop.metric_names
 
