@@ -3,7 +3,9 @@
 import functools
 import json
 import os
+import re
 import signal
+import warnings
 
 import pytest
 import torch
@@ -123,6 +125,34 @@ def test_resumed_and_computed_again(stop, tmp_path):
     heads = {"head.weight", "head.bias"}
     assert phalanx.replay(over(), tmp_path, step=AT - 1, replica=1).gradients.keys() == heads
     assert phalanx.replay(over(), tmp_path, step=AT, replica=1).gradients.keys() > heads
+
+
+@pytest.mark.parametrize("stop", [3, AT, AT + 1])
+@pytest.mark.parametrize(
+    "before", [[], [Thaw(ENCODER, epoch=3)], [Thaw(ENCODER, epoch=1)], [Thaw("encoder.0", epoch=2)]]
+)
+def test_a_resume_with_another_thaw_says_so_and_keeps_it(before, stop, tmp_path):
+    """Names are frozen until the epoch of the run that goes on, also if it was another before, or none."""
+    seen = []
+
+    def watch(report):
+        now = {name: value.clone() for name, value in run.params.items()}
+        seen.append((report.step, moved(last, now)))
+        last.update(now)
+
+    with over().start(engine="inline", run_dir=tmp_path, snapshot_every=1, callbacks=before) as run:
+        next(report for report in run if report.step + 1 == stop)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        again = [Thaw(ENCODER, epoch=2), lambda report: watch(report)]
+        run = over().start(engine="inline", run_dir=tmp_path, callbacks=again)
+    assert any(re.search("holds from here on|begins anew there", str(each.message)) for each in warned)
+    with run:
+        last = {name: value.clone() for name, value in run.params.items()}
+        for _ in run:
+            pass
+    assert [step for step, _ in seen] == list(range(stop, 16))
+    assert all(("encoder" in names) == (step >= AT) for step, names in seen)
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.definition import checks
@@ -13,7 +14,8 @@ class Thaw(Callback):
     """Freezes parameters when the run begins, and trains them from an epoch on.
 
     The step at which they are thawed follows from the recipe, and snapshots have what is frozen, so the answer is exact
-    for any number of workers, kills and resumes. It is an option that changes the answer.
+    for any number of workers, kills and resumes. It is an option that changes the answer. A run may go on with another
+    epoch or other names: a warning says so, and from there on they are frozen until that epoch.
 
     Parameters
     ----------
@@ -27,20 +29,35 @@ class Thaw(Callback):
     may_fail = True
 
     def __init__(self, *names: str, epoch: int) -> None:
-        self._names, self._run = names, None
+        self._names, self._run, self._same = names, None, False
         self.thaws_in = self._epoch = checks.integer("epoch", epoch, least=1)
         if not names:
             raise UsageError("Thaw has no names; name parameters, as in Thaw('encoder', epoch=2)")
 
     def begin(self, run: Any) -> None:
-        """Freeze them, unless the run goes on from a snapshot, which has what was frozen."""
+        """Freeze them, unless the run goes on from a snapshot of a run with the same, which has what was frozen."""
         self._run: Any = run
         if run.epoch is None:
             raise UsageError("Thaw counts epochs, and a stream or brought batches have none; call run.thaw() yourself")
-        if not run.steps:
-            run.freeze(*self._names)
+        if not self._same:
+            change = run.freeze if run.epoch < self._epoch else run.thaw
+            change(*self._names)
+        self._same = False
 
     def step(self, report: Any) -> None:
         """Thaw them where the epoch before ends."""
         if report.epoch is not None and report.epoch < self._epoch == self._run.epoch:
             self._run.thaw(*self._names)
+
+    def state(self) -> dict[str, Any]:
+        """What is frozen until when."""
+        return {"names": list(self._names), "epoch": self._epoch}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Compare with what a snapshot was saved with."""
+        self._same = state == self.state()
+        if not self._same:
+            checks.warn(
+                f"the snapshot was saved with Thaw of {state}, and this run has {self.state()}, which holds from here "
+                "on; what else was frozen stays so, unless run.thaw() is called"
+            )
