@@ -3,9 +3,7 @@
 import functools
 import json
 import os
-import re
 import signal
-import warnings
 
 import pytest
 import torch
@@ -117,9 +115,7 @@ def test_resumed_and_computed_again(stop, tmp_path):
     """A run that goes on has what was frozen, and its steps are verified and replayed with it."""
     callbacks = [Thaw(ENCODER, epoch=2)]
     with over().start(engine="inline", run_dir=tmp_path, snapshot_every=3, callbacks=callbacks) as run:
-        for report in run:
-            if report.step + 1 == stop:
-                break
+        next(report for report in run if report.step + 1 == stop)
     assert_same(over().train(workers=2, run_dir=tmp_path, callbacks=[Thaw(ENCODER, epoch=2)]), expected())
     assert verify(over(), tmp_path, progress=False).status == 0
     heads = {"head.weight", "head.bias"}
@@ -127,32 +123,20 @@ def test_resumed_and_computed_again(stop, tmp_path):
     assert phalanx.replay(over(), tmp_path, step=AT, replica=1).gradients.keys() > heads
 
 
+@pytest.mark.filterwarnings("ignore:the recipe may not be")
 @pytest.mark.parametrize("stop", [3, AT, AT + 1])
-@pytest.mark.parametrize(
-    "before", [[], [Thaw(ENCODER, epoch=3)], [Thaw(ENCODER, epoch=1)], [Thaw("encoder.0", epoch=2)]]
-)
+@pytest.mark.parametrize("before", [[], [Thaw(ENCODER, epoch=3)], [Thaw(ENCODER, epoch=1)], [Thaw("*.0.*", epoch=2)]])
 def test_a_resume_with_another_thaw_says_so_and_keeps_it(before, stop, tmp_path):
     """Names are frozen until the epoch of the run that goes on, also if it was another before, or none."""
-    seen = []
-
-    def watch(report):
-        now = {name: value.clone() for name, value in run.params.items()}
-        seen.append((report.step, moved(last, now)))
-        last.update(now)
-
     with over().start(engine="inline", run_dir=tmp_path, snapshot_every=1, callbacks=before) as run:
         next(report for report in run if report.step + 1 == stop)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        again = [Thaw(ENCODER, epoch=2), lambda report: watch(report)]
-        run = over().start(engine="inline", run_dir=tmp_path, callbacks=again)
-    assert any(re.search("holds from here on|begins anew there", str(each.message)) for each in warned)
+    with pytest.warns(UserWarning, match="holds from here on|begins anew there"):
+        run = over().start(engine="inline", run_dir=tmp_path, callbacks=[Thaw(ENCODER, epoch=2)])
     with run:
-        last = {name: value.clone() for name, value in run.params.items()}
-        for _ in run:
-            pass
-    assert [step for step, _ in seen] == list(range(stop, 16))
-    assert all(("encoder" in names) == (step >= AT) for step, names in seen)
+        for step in range(stop, 16):
+            earlier = {name: value.clone() for name, value in run.params.items()}
+            run.step()
+            assert ("encoder" in moved(earlier, run.params)) == (step >= AT)
 
 
 @pytest.mark.long

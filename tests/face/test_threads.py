@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -241,8 +242,9 @@ def test_turns_are_first_come_first_served():
     assert order == ["first", "second", "third"]
 
 
-def test_ctrl_c_while_waiting_for_a_turn():
-    """A run in the main thread that waits for another one's step can be interrupted; the other is not disturbed."""
+@contextlib.contextmanager
+def another_has_the_turn():
+    """A thread that holds it until the end."""
     inside, over = threading.Event(), threading.Event()
 
     def hold():
@@ -250,38 +252,30 @@ def test_ctrl_c_while_waiting_for_a_turn():
             inside.set()
             over.wait(300)
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    inside.wait()
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        recipe(0).train(engine="inline", progress=False)
-    over.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(hold)
+        inside.wait()
+        yield
+        over.set()
+
+
+def test_ctrl_c_while_waiting_for_a_turn():
+    """A run in the main thread that waits for another one's step can be interrupted; the other is not disturbed."""
+    with another_has_the_turn():
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            recipe(0).train(engine="inline", progress=False)
     assert recipe(0).train(engine="inline", progress=False).digest == digest_of(0)
 
 
 def test_a_fork_while_another_thread_has_its_turn():
     """The child of a fork has no other threads, so that it waits for none."""
-    inside, over = threading.Event(), threading.Event()
-
-    def hold():
-        with ALONE:
-            inside.set()
-            over.wait(300)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    inside.wait()
-    with warnings.catch_warnings():
+    with another_has_the_turn(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jax and Python 3.12 warn of forks
-        pid = os.fork()
-    if pid == 0:
-        with ALONE:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    over.set()
-    thread.join()
+        if (pid := os.fork()) == 0:
+            with ALONE:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_callbacks_may_ask_each_others_runs():

@@ -143,25 +143,23 @@ class EarlyStopping(Callback):
 
     def state(self) -> dict[str, Any]:
         """What was counted."""
-        counted = {
+        return {
             "metric": self.waits_for,
             "best": self.best_value,
             "waited": self._waited,
             "stopped_at": self.stopped_at,
+            "stopped_by": self._stopped_by,
         }
-        return counted if self.stopped_at is None else {**counted, "stopped_by": self._stopped_by}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue counting from there."""
-        ended = {} if state["stopped_at"] is None else {"stopped_by": str}
-        named = {"metric": str} if "metric" in state else {}  # the first snapshots had no name
-        kinds = {**named, "best": float | None, "waited": int, "stopped_at": int | None, **ended}
+        state = {"metric": self.waits_for, "stopped_by": self._spelled, **state}  # older snapshots may lack these
+        kinds = {"metric": str, "best": float | None, "waited": int, "stopped_at": int | None, "stopped_by": str}
         check_like(state, kinds, "EarlyStopping")
-        if _is_another(self, state.get("metric", self.waits_for)):
+        if _is_another(self, state["metric"]):
             return
         self.best_value, self._waited, self.stopped_at = state["best"], state["waited"], state["stopped_at"]
-        self._stopped_by = state.get("stopped_by", self._spelled)
-        self._resumed = True
+        self._stopped_by, self._resumed = state["stopped_by"], True
 
 
 def _is_another(callback: Any, metric: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from phalanx.definition import checks
@@ -30,7 +29,7 @@ class Thaw(Callback):
 
     def __init__(self, *names: str, epoch: int) -> None:
         self._names, self._run, self._same = names, None, False
-        self.thaws_in = self._epoch = checks.integer("epoch", epoch, least=1)
+        self.thaws_in = checks.integer("epoch", epoch, least=1)
         if not names:
             raise UsageError("Thaw has no names; name parameters, as in Thaw('encoder', epoch=2)")
 
@@ -40,20 +39,20 @@ class Thaw(Callback):
         if run.epoch is None:
             raise UsageError("Thaw counts epochs, and a stream or brought batches have none; call run.thaw() yourself")
         if not self._same:
-            change = run.freeze if run.epoch < self._epoch else run.thaw
+            change = run.freeze if run.epoch < self.thaws_in else run.thaw
             change(*self._names)
         self._same = False
 
     def step(self, report: Any) -> None:
         """Thaw them where the epoch before ends."""
-        if report.epoch is not None and report.epoch < self._epoch == self._run.epoch:
+        if report.epoch is not None and report.epoch < self.thaws_in == self._run.epoch:
             self._run.thaw(*self._names)
 
     def state(self) -> dict[str, Any]:
         """What is frozen until when."""
-        return {"names": list(self._names), "epoch": self._epoch}
+        return {"names": list(self._names), "epoch": self.thaws_in}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Any) -> None:
         """Compare with what a snapshot was saved with."""
         self._same = state == self.state()
         if not self._same:

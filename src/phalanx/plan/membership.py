@@ -40,7 +40,7 @@ def turns(members: Sequence[int]) -> int:
 def quorum(members: Collection[int], some: Collection[int]) -> bool:
     """Whether ``some`` of the members may go on without the others. Any two quorums have a member in common."""
     here = set(members) & set(some)
-    return 2 * len(here) > len(members) or (2 * len(here) == len(members) and min(members) in here)
+    return 2 * len(here) + (min(members) in here) > len(members)
 
 
 def mutual(hears: Mapping[int, Collection[int]], first: int) -> list[int]:
