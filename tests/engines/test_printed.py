@@ -138,6 +138,18 @@ def test_a_warning_of_all_workers_is_shown_once():
     assert pathlib.Path(seen[0].filename).name == "test_printed.py"
 
 
+@pytest.mark.parametrize(
+    ("changes", "times"), [({}, 1), ({"batch_size": 9}, 0), ({"drop_last": True}, 0), ({"epochs": None, "steps": 2}, 0)]
+)
+def test_what_a_recipe_is_warned_of_is_shown_once(changes, times):
+    """Workers open it, too. Here a share of an epoch's last batch is one row, as BatchNorm finds out only then."""
+    model = nn.Sequential(nn.Unflatten(1, (1, 3)), nn.BatchNorm1d(1), nn.Flatten(), nn.Linear(3, 1))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        in_workers(small(**{"make_model": model, "batch_size": 10, "steps": None, "epochs": 1, **changes}))
+    assert ["one row" in str(item.message) for item in seen] == [True] * times
+
+
 class OddWarning(UserWarning):
     """A category of the caller's own."""
 

@@ -54,30 +54,23 @@ def deep_loss(depth):
 
 
 @pytest.fixture
-def deep():
-    """A higher limit on how deep functions may call each other in this process."""
+def limit(request):
+    """How deep functions may call each other here. Python's own limit is 1,000, and importing tinygrad raises it."""
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(20_000)
+    sys.setrecursionlimit(request.param)
     yield
     sys.setrecursionlimit(before)
 
 
-def test_calls_may_be_as_deep_in_workers(deep):
+@pytest.mark.parametrize("limit", [20_000], indirect=True)
+def test_calls_may_be_as_deep_in_workers(limit):
     """With a raised recursion limit a loss that calls itself 5,000 times has the bits of one process."""
     job = recipe(loss_fn=deep_loss(5_000))
     assert in_workers(job).digest == job.train(engine="inline").digest
 
 
-@pytest.fixture
-def usual():
-    """Python's own limit: importing tinygrad raises it."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(1_000)
-    yield
-    sys.setrecursionlimit(before)
-
-
-def test_calls_that_are_too_deep_fail_in_workers_as_they_do_here(usual):
+@pytest.mark.parametrize("limit", [1_000], indirect=True)
+def test_calls_that_are_too_deep_fail_in_workers_as_they_do_here(limit):
     """With the limit as it is, the same loss fails in both engines."""
     job = recipe(loss_fn=deep_loss(5_000))
     for train in (in_workers, functools.partial(phalanx.Recipe.train, engine="inline")):

@@ -89,18 +89,20 @@ def test_rows_are_those_of_indexing(name):
     assert repr(found.tolist()) == repr(wanted.tolist())
 
 
+class Hears(torch.Tensor):
+    """Keeps which functions were called with it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.heard.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def test_a_class_of_its_own_is_indexed():
     """A column whose class overrides torch's functions hears of indexing, as it would in a loop by hand."""
-    heard = []
-
-    class Hears(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            heard.append(func)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
+    Hears.heard = []
     rows_of(torch.arange(30.0).reshape(10, 3).as_subclass(Hears))
-    assert torch.Tensor.__getitem__ in heard
+    assert torch.Tensor.__getitem__ in Hears.heard
 
 
 def test_selecting_all_rows_alike_would_lay_some_out_otherwise(monkeypatch):
@@ -137,18 +139,11 @@ def test_a_backward_pass_is_torchs(name, width):
 
 def test_a_class_of_its_own_hears_of_the_backward_pass():
     """A loss whose class overrides torch's functions is asked, as ``torch.autograd.backward`` asks it."""
-    heard = []
-
-    class Hears(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            heard.append(func)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
+    Hears.heard = []
     model = nn.Linear(6, 1)
     loss = model(torch.randn(5, 6)).sum().as_subclass(Hears)
     gradient.Collector(list(model.named_parameters()), written=False).backward(loss)
-    assert torch.autograd.backward in heard
+    assert torch.autograd.backward in Hears.heard
 
 
 @pytest.mark.parametrize("flush", [False, True])

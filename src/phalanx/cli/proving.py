@@ -311,7 +311,7 @@ def _unasked(runs: Sequence[Noted], option: str) -> str:
 def _range(steps: str) -> tuple[int, int] | None:
     if not steps:
         return None
-    first, colon, last = steps.partition(":")
-    if not colon or not first.isdigit() or not last.isdigit():
+    first, _, last = steps.partition(":")
+    if not (first.isdigit() and last.isdigit()):
         raise UsageError(f"--steps is {steps!r}; give two numbers, as in 100:200")
     return int(first), int(last)

@@ -236,10 +236,11 @@ def positive(name: str, value: Any, *, most: float = math.inf, hint: str = "") -
     return number
 
 
-def choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Refuse a value that is not one of ``allowed``."""
+def choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
+    """``value``, if it is one of ``allowed``."""
     if not any(value is option or (type(value) is type(option) and value == option) for option in allowed):
         raise UsageError(f"{name} is {shown(value)}; it must be one of {', '.join(map(repr, allowed))}")
+    return value
 
 
 def function(name: str, value: Any, example: str) -> None:

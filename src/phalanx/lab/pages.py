@@ -215,8 +215,8 @@ def page(histories: Sequence[History]) -> str:
     rows, best = _rows(histories), best_of(histories)
     deaths = [[line["step"] for line in one.events if line["event"] in DEATHS] for one in histories]
     picture = svg(plot_runs([one.name for one in histories], [one.curves for one in histories], deaths))
-    parts = [f"<h1>phalanx: {title}</h1>", _table(short(rows), best) if len(rows) > 1 else "", f"<div>{picture}</div>"]
-    parts += [_table(lines(rows))]
+    first = _table(short(rows), best) if len(rows) > 1 else ""
+    parts = [f"<h1>phalanx: {title}</h1>{first}<div>{picture}</div>{_table(lines(rows))}"]
     for history in histories:
         name = _text(history.name)
         happened = [
@@ -238,15 +238,12 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [[name, *(_number(row.get(name)) for row in rows)] for name in names]
 
 
-def short(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+def short(rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Rows below each other, with the heading first: what tells runs apart."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    known = [
-        name
-        for name in names
-        if name in ("run", "steps", "best", "lasted", "started") or name.startswith((ARGUMENT, LAST))
-    ]
-    return [known, *([_number(row.get(name)) for name in known] for row in rows)]
+    kept = "run", "steps", "best", "lasted", "started"
+    return list(
+        zip(*(line for line in lines(rows) if line[0] in kept or line[0].startswith((ARGUMENT, LAST))), strict=True)
+    )
 
 
 def lasting(seconds: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, TypedDict
@@ -175,26 +174,15 @@ def _check_engine(settled: SimpleNamespace, replicas: int) -> None:
 
 
 def _one_of(*known: object) -> Check:
-    def check(name: str, value: Any) -> Any:
-        checks.choice(name, value, known)
-        return value
-
-    return check
+    return functools.partial(checks.choice, allowed=known)
 
 
-def _count(least: int = 1, most: int | None = None) -> Check:
-    def check(name: str, value: Any) -> int | None:
-        return None if value == "auto" else checks.integer(name, value, least=least, most=most, hint="or 'auto'")
-
-    return check
+def _unless(none: str | None, check: Callable[..., Any], **words: Any) -> Check:
+    """The check of an option for which ``none`` stands for None."""
+    return lambda name, value: None if value == none else check(name, value, **words)
 
 
-def _limit(name: str, value: Any) -> float | None:
-    return None if value is None else checks.positive(name, value, hint="or None, for no limit")
-
-
-def _seconds(name: str, value: Any) -> float | None:
-    return None if value == "auto" else checks.positive(name, value, hint="or 'auto'")
+COUNT = _unless("auto", checks.integer, least=1, hint="or 'auto'")
 
 
 def _chain(name: str, value: Any) -> int | None:
@@ -208,14 +196,6 @@ def _share(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise UsageError(f"{name} is {checks.shown(value)}; it must be a share of steps from 0 to 1, as in audit=0.01")
     return float(value)
-
-
-def _path(name: str, value: Any) -> pathlib.Path | None:
-    return None if value is None else checks.path(name, value, hint="give a directory, or leave it out")
-
-
-def _file(name: str, value: Any) -> pathlib.Path | None:
-    return None if value is None else checks.path(name, value, hint="give a file, or leave it out")
 
 
 def _devices(_: str, devices: Any) -> tuple[str, ...]:
@@ -246,24 +226,24 @@ def _source(name: str, value: Any) -> Any:
 
 # Each option: its default, and the check that turns a value into what the run takes.
 CHECKS: Mapping[str, tuple[Any, Check]] = {
-    "workers": ("auto", _count()),
-    "readers": ("auto", _count(0, MOST_READERS)),
+    "workers": ("auto", COUNT),
+    "readers": ("auto", _unless("auto", checks.integer, least=0, most=MOST_READERS, hint="or 'auto'")),
     "engine": ("auto", _one_of("auto", "inline", "processes", "distributed")),
     "devices": ("auto", _devices),
     "nondeterministic": ("error", _one_of("error", "allow")),
-    "run_dir": (None, _path),
+    "run_dir": (None, _unless(None, checks.path, hint="give a directory, or leave it out")),
     "resume": (True, _one_of(True, False, ANYWAY)),
-    "snapshot_every": ("auto", _count()),
+    "snapshot_every": ("auto", COUNT),
     "keep_snapshots": (3, functools.partial(checks.integer, least=1)),
     "on_snapshot_error": ("continue", _one_of("continue", "stop")),
     "chain": ("auto", _chain),
     "audit": (0.0, _share),
     "max_failures": (10, functools.partial(checks.integer, least=1)),
-    "max_seconds": (None, _limit),
-    "deadline_seconds": ("auto", _seconds),
+    "max_seconds": (None, _unless(None, checks.positive, hint="or None, for no limit")),
+    "deadline_seconds": ("auto", _unless("auto", checks.positive, hint="or 'auto'")),
     "lost_after": (10.0, checks.positive),
     "min_hosts": (1, functools.partial(checks.integer, least=1)),
-    "secret_file": (None, _file),
+    "secret_file": (None, _unless(None, checks.path, hint="give a file, or leave it out")),
     "warm_start": (None, _source),
     "evaluation": (None, lambda _, value: listed_evaluations(value)),
     "callbacks": ((), lambda _, value: checked_callbacks(value)),

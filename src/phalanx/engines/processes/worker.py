@@ -67,7 +67,7 @@ class Worker:
     """The state of worker ``number``; ``setup`` is what the caller wrote to the recipe's memory."""
 
     def __init__(self, caller: DriverChannel, setup: dict[str, Any], memories: Memories, number: int) -> None:
-        warnings.showwarning = self._pass_on
+        warnings.showwarning = lambda *_, **__: None  # the caller opened the recipe, too, and has shown them
         # Ctrl-C is the caller's, who says in the counters when to stop. Raised here, it could strike anywhere.
         # This is a handler because programs that user code starts would inherit an ignored signal.
         signal.signal(signal.SIGINT, lambda *_: None)
@@ -81,6 +81,7 @@ class Worker:
         device = setup["devices"][number] if setup["devices"] else "cpu"
         options = setup["options"]
         self.framework: Framework = open_framework(self._definition, [device], allow=bool(options.allow))
+        warnings.showwarning = self._pass_on
         self.environment = self.framework.environment
         self._share(memories, setup)
         ahead = functools.partial(Taken, Inputs(memories.inputs, self._definition.replicas)) if setup["ahead"] else None

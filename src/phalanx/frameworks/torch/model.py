@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any, Final, TypeVar
@@ -11,6 +12,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
+from phalanx.definition import checks
+from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError, safe_str
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -61,6 +64,18 @@ def check_mode(model: torch.nn.Module, modes: str) -> None:
             f"make_model returned a {type(model).__name__} in eval mode (as from_pretrained does), which would be "
             "trained without dropout, and with the statistics of BatchNorm as they are; return model.train(), or say "
             "that it is meant: modes='as_made'"
+        )
+
+
+def warn_of_rest(model: torch.nn.Module, definition: Definition) -> None:
+    """Warn if BatchNorm gets a single sample of an epoch's last batch, which it refuses only once that is reached."""
+    rest, per_epoch = (definition.samples or 0) % definition.global_batch, definition.per_epoch or math.inf
+    if definition.drop_last or not 0 < rest < 2 * definition.replicas or (definition.total or 0) < per_epoch:
+        return
+    if any(isinstance(module, torch.nn.BatchNorm1d) and module.training for module in model.modules()):
+        checks.warn(
+            f"the last batch of an epoch has {rest} samples, so that a share has 1, and BatchNorm1d cannot normalise "
+            "one row; say drop_last=True, lower replicas, or choose another batch_size"
         )
 
 

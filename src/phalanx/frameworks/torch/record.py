@@ -18,7 +18,7 @@ from phalanx.frameworks.record import Collate, Made, Record
 from phalanx.frameworks.torch import accelerators, environment, snapshot
 from phalanx.frameworks.torch.adapter import Torch
 from phalanx.frameworks.torch.device import TorchDevice
-from phalanx.frameworks.torch.model import checked_new, copied
+from phalanx.frameworks.torch.model import checked_new, copied, warn_of_rest
 from phalanx.frameworks.torch.replica.feed import default_collate
 from phalanx.frameworks.torch.sharing import bytes_of
 from phalanx.seams import Framework
@@ -55,6 +55,7 @@ class TorchRecord(Record):
         """On the CPU, or on an accelerator; several devices are those of workers, and the state here is on the CPU."""
         definition, model, devices, allow, processes, apart = made
         home = next(checked_new(model).parameters()).device
+        warn_of_rest(model, definition)
         if processes > 1:
             devices = accelerators.chosen(devices, home)
         resolved = accelerators.found(devices, definition.replicas // processes, home, apart=apart)
