@@ -49,6 +49,22 @@ def test_a_metric_is_that_of_its_own_evaluation():
     assert named.best.value == pytest.approx(0.99)  # the twin: another name has the other value
 
 
+@pytest.mark.parametrize("stop", [2, 6])
+def test_a_name_means_the_same_after_a_resume(stop, tmp_path):
+    """What may return several values has told no name yet. "accuracy" was that of other data until it was due again."""
+    due = [
+        phalanx.Evaluation({"accuracy": phalanx.whole(constant(0.5))}, (HELD_OUT, TARGETS), every_epochs=2),
+        phalanx.Evaluation({"accuracy": phalanx.whole(accuracy)}, (X, Y), name="train"),
+    ]
+    scheduled = job(scheduler=plateau, schedule_every="epoch", schedule_on="accuracy", epochs=None, steps=12)
+    wanted = scheduled.train(evaluation=due, progress=False)
+    with scheduled.start(run_dir=tmp_path, evaluation=due, progress=False) as run:
+        next(report for report in run if report.step + 1 == stop)
+    found = scheduled.train(run_dir=tmp_path, evaluation=due, progress=False)
+    assert (found.digest, found.metric_history) == (wanted.digest, wanted.metric_history)
+    assert phalanx.verify(scheduled, tmp_path, progress=False).status == 0
+
+
 @pytest.mark.long
 def test_a_state_of_another_metric_is_not_taken_over(tmp_path):
     """A run that goes on with callbacks for another metric counts anew, and says so; its best was that of the other."""

@@ -130,7 +130,7 @@ def test_a_resume_with_another_thaw_says_so_and_keeps_it(before, stop, tmp_path)
     """Names are frozen until the epoch of the run that goes on, also if it was another before, or none."""
     with over().start(engine="inline", run_dir=tmp_path, snapshot_every=1, callbacks=before) as run:
         next(report for report in run if report.step + 1 == stop)
-    with pytest.warns(UserWarning, match="holds from here on|begins anew there"):
+    with pytest.warns(UserWarning, match="is to hold from here on|begins anew there"):
         run = over().start(engine="inline", run_dir=tmp_path, callbacks=[Thaw(ENCODER, epoch=2)])
     with run:
         for step in range(stop, 16):

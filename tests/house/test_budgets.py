@@ -13,10 +13,10 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 298_900
+TOKENS = 299_060
 FILE_LINES = 500
 FUNCTION_LINES = 40
-TEST_LINES = 70_045  # of all files of tests; lower it whenever you can
+TEST_LINES = 70_090  # of all files of tests; lower it whenever you can
 TEST_FILE_LINES = 800
 
 NO_CODE = {

@@ -276,19 +276,33 @@ def test_what_was_frozen_is_named(tmp_path):
     assert phalanx.diff(folders["plain"], folders["last"]) is None
 
 
+class Beside:
+    """Evaluates by hand what has the same name, and does not count."""
+
+    def begin(self, run):
+        self.run = run
+
+    def evaluated(self, values):
+        self.run.evaluate({"val_loss": lambda output, target: output.new_tensor(-float(self.run.steps))}, recipe().data)
+
+
 def test_a_schedule_that_goes_by_a_metric(tmp_path, monkeypatch):
     """Its steps are done again with the values that the run had. They were left out, and an honest run differed."""
     plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
     changes = {"scheduler": plateau, "schedule_every": "epoch", "schedule_on": "val_loss"}
     job = recipe(steps=None, epochs=4, **changes)
     due = phalanx.Evaluation({"val_loss": lambda output, target: output.new_tensor(1.0)}, job.data)
-    folder = ran(tmp_path / "run", job, evaluation=due, snapshot_every=7)
+    folder = ran(tmp_path / "run", job, evaluation=due, snapshot_every=7, callbacks=[Beside()])
     found = phalanx.verify(job, folder)
     assert (found.status, found.steps) == (0, 20), found
     other = ran(tmp_path / "other", job.replace(epochs=5), evaluation=due, snapshot_every=25)
     assert phalanx.verify(job.replace(epochs=5), other).status == 0
     shutil.rmtree(other / SNAPSHOT.format(25))  # as after a kill: what was evaluated since step 0 is in no snapshot
-    with pytest.raises(phalanx.UsageError, match="goes by 'val_loss', and no snapshot of the run has its value after"):
-        phalanx.verify(job.replace(epochs=5), other)
+    assert phalanx.verify(job.replace(epochs=5), other).status == 0
+    with pytest.raises(phalanx.UsageError, match="so that no certificate has it"):
+        certify(job, folder)
+    (other / CHAIN).unlink()
+    with pytest.raises(phalanx.UsageError, match="goes by 'val_loss', whose values are not known here"):
+        phalanx.replay(job.replace(epochs=5), other, step=5, replica=0)
     monkeypatch.setattr(Instant, "_follow", lambda *_: None)  # planted
     assert "lr is" in str(phalanx.verify(job, folder))

@@ -166,7 +166,9 @@ def test_nothing_to_train():
 @EACH
 @report("Resuming", None, "pytorch/examples#816 mapbox/robosat#169 huggingface/transformers#21271")
 @wrong("A resume took the old learning rate, or another batch size, and said nothing.")
-@here('A changed recipe is refused, and what differs is named. `resume="anyway"` goes on with the new one.')
+@here(
+    'A changed recipe is refused, and what differs is named. `resume="anyway"` goes on with the old rate, and says so.'
+)
 def test_a_changed_recipe(options, tmp_path):
     """Rate and batch size; the same recipe goes on."""
     with recipe().start(**options, run_dir=tmp_path) as run:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.callbacks import EMA, EarlyStopping, Log, SaveBest
+from phalanx.callbacks import EMA, EarlyStopping, Log, SaveBest, Thaw
 from phalanx.checkpoint.directory import LOG
 from phalanx.cli.common import load_recipes
 from phalanx.engines.processes.handle import WorkerHandle
@@ -84,6 +84,19 @@ def test_results_are_those_of_one_after_another(tmp_path):
     again = phalanx.train_all({"a": job(0), "b": (job(1), due())}, run_dir=tmp_path)
     assert told(again["b"]) == told(kept)
     assert again["b"].resumed_from == kept.steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(5))
+def test_callbacks_that_were_in_a_run_before(number, tmp_path, monkeypatch):
+    """They keep nothing of it that a job cannot be sent, so the same call goes on in the same process."""
+    monkeypatch.chdir(tmp_path)  # a log without a run_dir is written here
+    used = [*callbacks(), Log("csv"), Thaw("0", epoch=1)][number]
+    given = {"one": (job(), due(), [used]), "other": (job(1), due(), [used])}
+    first, again = (phalanx.train_all(given, run_dir="runs", progress=False) for _ in range(2))
+    assert [again[name].digest for name in given] == [first[name].digest for name in given]
+    assert job().train(evaluation=due(), callbacks=[used], engine="inline").digest == first["one"].digest
+    assert phalanx.train_all([given["one"]], progress=False)[0].digest == first["one"].digest
 
 
 @pytest.mark.long

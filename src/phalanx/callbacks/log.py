@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
 import math
 import os
@@ -160,8 +161,9 @@ class Log(Callback):
                 "'csv' or 'tensorboard'; a callback of ten lines logs to wandb, mlflow and others: docs/callbacks.md"
             )
             raise UsageError(f"to is {checks.shown(to)}; it must be {others}")
-        self.where, self._writer = where, KINDS[to](where, options)
-        self._open = False
+        self.where, self._make = where, functools.partial(KINDS[to], where, options)
+        self._make()  # which refuses options
+        self._writer: Any = None
         self._run: Any = None
         self._row: Row | None = None
         self._step = 0
@@ -175,7 +177,7 @@ class Log(Callback):
     def step(self, report: Any) -> None:
         """Note a step; it is written when the next one comes, with what is evaluated until then."""
         self._write()
-        if not self._open:
+        if self._writer is None:
             self._opened(report.step)
         values = {"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "samples": report.samples}
         for name, phase in report.phases.items():
@@ -191,14 +193,14 @@ class Log(Callback):
 
     def end(self, result: Any) -> None:
         """Write what is left, and close it."""
-        if self._open:
+        if self._writer is not None:
             self._write()
             self._writer.close()
-            self._open = False
+            self._writer = None
 
     def state(self) -> dict[str, Any]:
         """No state. All rows are written before a snapshot; a resumed run writes the rows after it again."""
-        if self._open:
+        if self._writer is not None:
             self._write()
             self._writer.flush()
         return {}
@@ -208,8 +210,9 @@ class Log(Callback):
         check_like(state, {}, "Log")
 
     def _opened(self, steps: int) -> None:
-        self._writer.open(self._run, steps)
-        self._open = True
+        writer = self._make()
+        writer.open(self._run, steps)
+        self._writer = writer
 
     def _write(self) -> None:
         if self._row is not None:

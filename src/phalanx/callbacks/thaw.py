@@ -14,7 +14,8 @@ class Thaw(Callback):
 
     The step at which they are thawed follows from the recipe, and snapshots have what is frozen, so the answer is exact
     for any number of workers, kills and resumes. It is an option that changes the answer. A run may go on with another
-    epoch or other names: a warning says so, and from there on they are frozen until that epoch.
+    epoch or other names: a warning says so. Where the run before has done the next step, and that comes to something
+    else now, it is refused as another recipe is, unless ``resume="anyway"``.
 
     Parameters
     ----------
@@ -38,7 +39,7 @@ class Thaw(Callback):
         self._run: Any = run
         if run.epoch is None:
             raise UsageError("Thaw counts epochs, and a stream or brought batches have none; call run.thaw() yourself")
-        if not self._same:
+        if not (run.steps and self._same):
             change = run.freeze if run.epoch < self.thaws_in else run.thaw
             change(*self._names)
         self._same = False
@@ -53,10 +54,10 @@ class Thaw(Callback):
         return {"names": list(self._names), "epoch": self.thaws_in}
 
     def load(self, state: Any) -> None:
-        """Compare with what a snapshot was saved with."""
+        """Compare with what the snapshot was saved with."""
         self._same = state == self.state()
         if not self._same:
             checks.warn(
-                f"the snapshot was saved with Thaw of {state}, and this run has {self.state()}, which holds from here "
-                "on; what else was frozen stays so, unless run.thaw() is called"
+                f"the snapshot was saved with Thaw of {state}, and this run has {self.state()}, which is to hold from "
+                "here on; what else was frozen stays so, unless run.thaw() is called"
             )

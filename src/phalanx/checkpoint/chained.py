@@ -14,6 +14,7 @@ import pathlib
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from phalanx.checkpoint import files
@@ -32,7 +33,7 @@ from phalanx.seams.records import Captured, StepReport, Training
 
 SHARE = 0.004  # of the time, at most, for digests of the state, with "auto"
 SECONDS = 5.0  # between two of them, at least
-TRAINING = "training"  # kind of a record
+TRAINING, SCHEDULE = "training", "schedule"  # kinds of records
 NEXT = "next.json"
 LOADED = "phalanx_file_"  # begins the names of modules that were loaded for their recipe
 SAMPLES = 32  # hexadecimal digits of the hash of what was dealt
@@ -67,7 +68,7 @@ class Chained(Observer):
         self._recipe, self.link = recipe, link
         self._chain: ChainFile | None = None
         self._brought = ""
-        self._early: list[Training] = []  # what callbacks froze before the link that it follows was added
+        self._early: list[tuple[str, dict[str, Any]]] = []  # records of before the link that they follow was added
         self._added = False
         self._pacing = Pacing(every, SECONDS, SHARE)
 
@@ -114,13 +115,17 @@ class Chained(Observer):
 
     def retrained(self, change: Training) -> None:
         """Note it, so that steps can be computed again."""
-        self._early.append(change)
+        self._early.append((TRAINING, change._asdict()))
         if self._chain is not None and self._engine.seen.complete:
             self._note_early(self._chain)
 
+    def scheduled(self, value: float) -> None:
+        """Note it, as evaluations are not computed again."""
+        self._early.append((SCHEDULE, {"value": repr(value)}))
+
     def _note_early(self, chain: ChainFile) -> None:
-        for change in self._early:
-            chain.record(TRAINING, step=self._engine.progress.steps, **change._asdict())
+        for kind, facts in self._early:
+            chain.record(kind, step=self._engine.progress.steps, **facts)
         self._early.clear()
 
     def horizon(self, steps: int) -> int:
@@ -165,24 +170,38 @@ class Chained(Observer):
 
 
 def retrained_in(root: pathlib.Path | None) -> dict[int, list[Training]]:
-    """What was frozen and thawed in a run that has a chain, by how many steps were done before.
+    """What was frozen and thawed in a run, as ``noted_in`` reads it."""
+    return noted_in(root, TRAINING, _training)
+
+
+def scheduled_in(root: pathlib.Path | None) -> dict[int, list[float]]:
+    """With which values a run stepped its schedule, as ``noted_in`` reads it."""
+    return noted_in(root, SCHEDULE, lambda record: float(record["value"]))
+
+
+def _training(record: Any) -> Training:
+    check_like([record["names"], record["trained"]], [Each(str), bool], "a record of what was frozen")
+    return Training(tuple(record["names"]), record["trained"])
+
+
+def noted_in(root: pathlib.Path | None, kind: str, of: Callable[[Any], Any]) -> dict[int, list[Any]]:
+    """Records of one kind in a run that has a chain, by how many steps were done before; ``of`` reads one.
 
     Raises
     ------
     SnapshotError
         The chain is damaged.
     """
-    changes: dict[int, list[Training]] = {}
+    changes: dict[int, list[Any]] = {}
     if root is None or not files.is_there(root / CHAIN):
         return changes
     with files.used(records_of(root / CHAIN)), Links(root / CHAIN) as links:
-        for record in records(root / CHAIN, "run", TRAINING):
+        for record in records(root / CHAIN, "run", kind):
             step = record["step"]
-            if record["kind"] != TRAINING:  # the run went on from there, and later steps were done again
+            if record["kind"] != kind:  # the run went on from there, and later steps were done again
                 changes = {done: listed for done, listed in changes.items() if done <= step}
             elif step <= len(links) and links.before(step) == record["link"]:
-                check_like([record["names"], record["trained"]], [Each(str), bool], "a record of what was frozen")
-                changes.setdefault(step, []).append(Training(tuple(record["names"]), record["trained"]))
+                changes.setdefault(step, []).append(of(record))
     return changes
 
 

@@ -235,7 +235,10 @@ class ResumeState:
                 f"run_dir has snapshots of another recipe: {why}. Use that recipe, choose another run_dir, or go on "
                 f"all the same with resume={ANYWAY!r} (--resume {ANYWAY}), which is noted in the log"
             )
-        checks.warn(f"going on with another recipe than that of the snapshot: {why}")
+        checks.warn(
+            f"going on with another recipe than that of the snapshot: {why}; what optimizers and schedules have as "
+            "numbers, rates too, stays that of the snapshot (warm_start= begins with new ones)"
+        )
         self._differs += differs
 
 

@@ -109,6 +109,16 @@ def check_samples(data: Any, batch_size: Any) -> Any:
     return data
 
 
+def names_of(evaluations: Iterable[Evaluation], before: Iterable[Any] = ()) -> dict[str, bool]:
+    """Full names in their order, and whether a value of that name will come: objects return one or several.
+
+    ``before``: what was evaluated before a resume, as names of those values must mean the same as without a kill.
+    """
+    names = {each.full(name): one for each in evaluations for name, one in each.metrics(single=False).names.items()}
+    several = tuple(f"{name}/" for name, one in names.items() if not one)
+    return names | {each.name: True for each in before if each.name.startswith(several)}
+
+
 def meant(metric: str, names: Iterable[str]) -> str | None:
     """The name that ``metric`` means: itself, or the only one that ends in it, as "f1" means "test/f1".
 

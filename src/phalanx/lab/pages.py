@@ -83,7 +83,8 @@ class History:
         curves: dict[str, list[tuple[float, float]]] = {key: [] for key in (LOSS, *names, *BESIDE)}
         for step, line in sorted(self.steps.items()):
             rate = line["samples"] / line["seconds"] if line.get("seconds") else None
-            for key, value in ({RATE: rate} | line | metrics[step] | line.get("losses", {})).items():
+            own = {key: line.get(key) for key in (LOSS, *BESIDE)}
+            for key, value in (own | {RATE: rate} | metrics[step] | line.get("losses", {})).items():
                 if key in curves and isinstance(value, (int, float)) and abs(value) < MOST:
                     curves[key].append((step, float(value)))
         return curves
@@ -102,10 +103,10 @@ class History:
 
     def best(self) -> dict[str, Any]:
         """The best value with its steps, of what ``SaveBest`` goes by, else the first metric that can be ranked."""
-        known, (metric, mode) = [name for name in self.last() if self.curves[name]], self.saved_by
+        known, (metric, mode) = list(self.last()), self.saved_by
         first, others = meant(metric, known), sorted(known, key=LOSS.__eq__)  # the loss last
         for name, sense in [(first or LOSS, mode)] * bool(first) + [(other, "auto") for other in others]:
-            with contextlib.suppress(UsageError):  # its name does not say what is better
+            with contextlib.suppress(UsageError, ValueError):  # it does not say what is better, or has no finite value
                 rank = Better(name, sense).rank
                 step, value = min(self.curves[name], key=lambda point: rank(point[1]))
                 return {"name": name, "value": value, "steps": int(step) + 1, "mode": sense}

@@ -11,14 +11,14 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from phalanx.checkpoint.chained import brought_as, leaves_now, retrained_in
+from phalanx.checkpoint.chain import CHAIN
+from phalanx.checkpoint.chained import brought_as, leaves_now, retrained_in, scheduled_in
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
 from phalanx.checkpoint.files import is_there
-from phalanx.checkpoint.resume import read_any, taken_over
+from phalanx.checkpoint.resume import taken_over
 from phalanx.checkpoint.snapshot import MANIFEST, Snapshot, read
 from phalanx.definition.batches import BatchShares
 from phalanx.definition.data import Share
-from phalanx.definition.evaluation import meant
 from phalanx.definition.fields import Definition
 from phalanx.definition.streams import supplied
 from phalanx.engines import openers
@@ -73,7 +73,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         _, open_engine = openers()  # they load the code that starts processes
         self.definition = definition
         self._batch, self._losses, self._changes = batch, losses, retrained_in(folder)
-        self._measured, self._told = _measured_in(folder) if definition.schedule_on else ({}, 0)
+        self._scheduled = scheduled_in(folder) if folder and is_there(folder / CHAIN) else None
         self._opened: list[Framework] = []
         where = "inline" if workers == 1 else "processes", workers, devices, None
         self._engine = open_engine(definition, *where, self._beginning(begin), RunOptions(allow=None))
@@ -152,13 +152,11 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             supply.epochs(self.step) > epoch if supply else self.definition.epoch_ended(self.step)
         ):
             return
-        if self.step > self._told:
+        if self._scheduled is None:
             raise UsageError(
-                f"the schedule goes by {metric!r}, and no snapshot of the run has its value after step {self.step}; "
-                "give steps before that"
+                f"the schedule goes by {metric!r}, whose values are not known here; give a run with a chain"
             )
-        name = meant(metric, {name for values in self._measured.values() for name in values})
-        if (value := self._measured.get(self.step, {}).get(name or "")) is not None:
+        for value in self._scheduled.get(self.step, ()):
             self._engine.schedule(value, epoch)
 
     def go_to(self, step: int, phase: str | None = None, *, progress: bool | str = "auto") -> None:
@@ -319,13 +317,3 @@ def nearest(folder: pathlib.Path | None, step: int) -> Snapshot | None:
             with contextlib.suppress(SnapshotError):  # steps since an earlier one come to the same
                 return read(path)
     return None
-
-
-def _measured_in(folder: pathlib.Path | None) -> tuple[dict[int, dict[str, float]], int]:
-    """What was evaluated in a run, by steps done and by name; and up to which step that is known."""
-    if folder is None:
-        return {}, 0
-    newest, measured = read_any(folder), dict[int, dict[str, float]]()
-    for steps, value, name in newest.metrics:
-        measured.setdefault(steps, {})[name] = float(value)
-    return measured, newest.step

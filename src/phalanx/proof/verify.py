@@ -263,10 +263,10 @@ def certify(recipe: Recipe, run_dir: pathlib.Path, *, workers: int = 1) -> tuple
             f"the newest snapshot in {str(run_dir)!r} is of step 0, so that there is nothing to certify; wait for a "
             "later one, or end the run"
         )
-    if retrained_in(run_dir):
+    if retrained_in(run_dir) or recipe.schedule_on is not None:
         raise UsageError(
-            f"the run in {str(run_dir)!r} froze or thawed parameters, which is not in its recipe, so that no "
-            "certificate has it; freeze them in make_model, or let phalanx verify check the run"
+            f"the run in {str(run_dir)!r} depends on what was frozen, thawed or evaluated in it, which is not in its "
+            "recipe, so that no certificate has it; let phalanx verify check the run"
         )
     verified = verify(recipe, run_dir, workers=workers)
     if verified.status != SAME:

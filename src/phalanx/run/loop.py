@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from phalanx.checkpoint.chained import brought_as
 from phalanx.definition.checks import comparing, warn
 from phalanx.definition.data import spelled
-from phalanx.definition.evaluation import WATCHED, Evaluation, check_metric, deciding, meant
+from phalanx.definition.evaluation import WATCHED, Evaluation, check_metric, deciding, meant, names_of
 from phalanx.definition.fields import Definition
 from phalanx.definition.metrics import Metrics, Predictions
 from phalanx.definition.steady import Steady, Unchanged
@@ -78,11 +78,10 @@ class Loop:
         self._evaluations = self._unseen = tuple(evaluations)
         self._waiting = waiting
         self._compared = set[Any]()  # metrics that were folded
-        names = {
-            each.full(name): alone for each in evaluations for name, alone in each.metrics(single=False).names.items()
-        }
-        self._names = {name: alone for name, alone in names.items() if alone}  # in their order: errors list them
-        self._decisive = deciding([metric for _, metric in waiting], names) if waiting else frozenset[str]()
+        self._names = names_of(evaluations, engine.seen.evaluated)
+        self._decisive = (
+            deciding([metric for _, metric in waiting], names_of(evaluations)) if waiting else frozenset[str]()
+        )
         self._counts = Counter[Any]()  # of each evaluation
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
@@ -327,7 +326,7 @@ class Loop:
         if not self._unseen:
             waiting, self._waiting = self._waiting, ()
             for argument, metric in waiting:
-                check_metric(argument, metric, self._names)
+                check_metric(argument, metric, {name: True for name, known in self._names.items() if known})
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -337,6 +336,8 @@ class Loop:
     def _schedule(self, metric: str, values: dict[str, float], epoch: int) -> None:
         if (name := meant(metric, self.metric_names)) in values:  # else its evaluation was not due
             self._engine.schedule(values[name], epoch)
+            for observer in self._observers:
+                observer.scheduled(values[name])
 
     def retrain(self, change: Training) -> None:
         """Freeze or thaw parameters before the next step."""

@@ -13,7 +13,7 @@ from phalanx.checkpoint.tensors import PICKLES
 from phalanx.definition import checks
 from phalanx.definition.callback import said
 from phalanx.definition.checks import ARGUMENTS, answer
-from phalanx.definition.evaluation import Evaluation, check_metric, listed_evaluations
+from phalanx.definition.evaluation import Evaluation, check_metric, listed_evaluations, names_of
 from phalanx.definition.fields import Definition
 from phalanx.errors import UsageError
 from phalanx.run.observers import checked_callbacks
@@ -130,8 +130,7 @@ def check_evaluated(definition: Definition, settled: SimpleNamespace) -> None:
     settled.waiting = [(f"metric of {name}", metric) for name, metric in waiting]
     if definition.schedule_on is not None:
         settled.waiting.append(("schedule_on", definition.schedule_on))
-    metrics = [(each, each.metrics(single=definition.batch_size is None)) for each in settled.evaluation]
-    names = {each.full(name): whole for each, listed in metrics for name, whole in listed.names.items()}
+    names = names_of(settled.evaluation)
     for argument, metric in settled.waiting:
         check_metric(argument, metric, names)
     _check_callbacks(definition, settled)

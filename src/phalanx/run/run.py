@@ -162,6 +162,10 @@ class Run:
         """
         return self._loop.left().get("averaged")
 
+    def __reduce__(self) -> Any:
+        """None in another process, and in a copy: a callback of an earlier run gets its next one by ``begin``."""
+        return type(None), ()
+
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Full names of all that ``evaluation=`` has, also where it is not due; of objects once they were asked."""

@@ -20,22 +20,9 @@ from phalanx.definition.metrics import Metrics
 from phalanx.errors import PhalanxError
 from phalanx.plan.fold import Placement
 from phalanx.seams.records import (
-    Captured,
-    Computed,
-    Exported,
-    Incident,
-    Measurement,
-    Part,
-    Progress,
-    RunOptions,
-    Seen,
-    StepReport,
-    Todo,
-    Training,
-    Vector,
-    Watch,
-    Weights,
-)
+    Captured, Computed, Exported, Incident, Measurement, Part, Progress, RunOptions, Seen, StepReport, Todo, Training,
+    Vector, Watch, Weights,
+)  # fmt: skip
 
 Places = Mapping[int, tuple[mmap.mmap, int]]
 Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
@@ -488,6 +475,9 @@ class Observer:
 
     def retrained(self, change: Training) -> None:
         """Hear what was frozen or thawed, after the steps that are done."""
+
+    def scheduled(self, value: float) -> None:
+        """Hear with which value the schedule was stepped, before ``step``."""
 
     def step(self, report: StepReport) -> None:
         """See a finished step, with the value of its evaluation where one was due."""

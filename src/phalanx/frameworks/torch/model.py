@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import weakref
 from collections.abc import Iterator
 from typing import Any, Final, TypeVar
@@ -69,13 +68,17 @@ def check_mode(model: torch.nn.Module, modes: str) -> None:
 
 def warn_of_rest(model: torch.nn.Module, definition: Definition) -> None:
     """Warn if BatchNorm gets a single sample of an epoch's last batch, which it refuses only once that is reached."""
-    rest, per_epoch = (definition.samples or 0) % definition.global_batch, definition.per_epoch or math.inf
-    if definition.drop_last or not 0 < rest < 2 * definition.replicas or (definition.total or 0) < per_epoch:
+    rest, parts = (definition.samples or 0) % definition.global_batch, definition.replicas * definition.micro_batches
+    if (
+        definition.drop_last
+        or not 0 < rest < 2 * parts
+        or not 1 < (definition.per_epoch or 0) <= (definition.total or 0)
+    ):
         return
     if any(isinstance(module, torch.nn.BatchNorm1d) and module.training for module in model.modules()):
         checks.warn(
-            f"the last batch of an epoch has {rest} samples, so that a share has 1, and BatchNorm1d cannot normalise "
-            "one row; say drop_last=True, lower replicas, or choose another batch_size"
+            f"the last batch of an epoch has {rest} samples, so that a share or a part of one has 1, and BatchNorm1d "
+            "cannot normalise that, unless its input has a further axis; say drop_last=True, or change batch_size"
         )
 
 
