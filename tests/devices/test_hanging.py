@@ -169,7 +169,7 @@ def world_struck(folder, place, size, each, victim, fault=None, deadline=60):
     program = BEGIN + WORLD.format(**locals() | {"folder": str(folder)}) + END
     processes = started(program, size, {}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        found = [process.communicate(timeout=100) for process in processes]
+        found = [process.communicate(timeout=240) for process in processes]
     finally:
         ended(processes)
     ends = zip(processes, found, strict=True)
