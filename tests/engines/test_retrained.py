@@ -156,7 +156,7 @@ def test_a_loop_that_stops_where_it_thaws_goes_on_there(tmp_path):
 def test_a_certificate_does_not_have_them(tmp_path):
     """A certificate holds a recipe alone, and training that again would freeze nothing: there is none."""
     over(epochs=2).train(engine="inline", run_dir=tmp_path, callbacks=[Thaw(ENCODER, epoch=1)])
-    with pytest.raises(phalanx.UsageError, match="froze or thawed parameters, which is not in its recipe"):
+    with pytest.raises(phalanx.UsageError, match="frozen, thawed or evaluated in it, which is not in its recipe"):
         certify(over(epochs=2), tmp_path)
 
 

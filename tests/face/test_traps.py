@@ -280,6 +280,7 @@ def test_a_tensor_learning_rate_is_the_recipe_s_own():
     assert lr.item() == pytest.approx(0.1)
 
 
+@pytest.mark.filterwarnings("ignore:the last batch of an epoch has")
 def test_a_usage_error_in_the_middle_carries_the_state():
     """A last share of one sample, which BatchNorm cannot take, does not cost the steps before it."""
     made = recipe(

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.house
 TOKENS = 299_060
 FILE_LINES = 500
 FUNCTION_LINES = 40
-TEST_LINES = 70_090  # of all files of tests; lower it whenever you can
+TEST_LINES = 70_092  # of all files of tests; lower it whenever you can
 TEST_FILE_LINES = 800
 
 NO_CODE = {

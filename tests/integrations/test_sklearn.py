@@ -211,6 +211,7 @@ def normed(features, outputs):
     return nn.Sequential(nn.Linear(features, 8), nn.BatchNorm1d(8), nn.Linear(8, outputs))
 
 
+@pytest.mark.filterwarnings("ignore:the last batch of an epoch has")
 def test_a_last_batch_that_is_too_short():
     """BatchNorm takes no share of one sample. The way out that the error names is an argument here, too."""
     few = X[::4][:35], Y[::4][:35]
