@@ -20,8 +20,21 @@ from phalanx.definition.metrics import Metrics
 from phalanx.errors import PhalanxError
 from phalanx.plan.fold import Placement
 from phalanx.seams.records import (
-    Captured, Computed, Exported, Incident, Measurement, Part, Progress, RunOptions, Seen, StepReport, Todo, Training,
-    Vector, Watch, Weights,
+    Captured,
+    Computed,
+    Exported,
+    Incident,
+    Measurement,
+    Part,
+    Progress,
+    RunOptions,
+    Seen,
+    StepReport,
+    Todo,
+    Training,
+    Vector,
+    Watch,
+    Weights,
 )  # fmt: skip
 
 Places = Mapping[int, tuple[mmap.mmap, int]]
@@ -87,10 +100,7 @@ class Link(Protocol):
         ...
 
     def norm(self, gradient: Vector, parts: list[Part]) -> tuple[float, list[Part]]:
-        """2-norm over everything that ``mean`` returned anywhere, and the parts with numbers for losses.
-
-        Only here does a step wait for its devices.
-        """
+        """2-norm of all that ``mean`` returned anywhere, and parts with numbers for losses; a step waits only here."""
         ...
 
     def all_true(self, opinion: bool) -> bool:
