@@ -276,6 +276,22 @@ def test_what_was_frozen_is_named(tmp_path):
     assert phalanx.diff(folders["plain"], folders["last"]) is None
 
 
+@pytest.mark.filterwarnings("ignore:going on with another recipe")
+def test_a_run_that_went_on_with_another_recipe(tmp_path):
+    """Its optimizer has kept the old rate, with which the new recipe was "the same" and was certified."""
+    old, new = (
+        recipe(steps=steps, optimizer=functools.partial(torch.optim.SGD, lr=lr)) for steps, lr in ((2, 0.5), (4, 0.25))
+    )
+    folder = ran(tmp_path / "run", old)
+    assert phalanx.verify(old, folder).status == 0
+    ran(folder, new, resume="anyway")
+    for steps in (None, (2, 4)):
+        found = phalanx.verify(new, folder, steps=steps)
+        assert found.status == 2
+        assert "by resume='anyway', after another: optimizer" in found.text
+    assert certify(new, folder)[1] == {}
+
+
 class Beside:
     """Evaluates by hand what has the same name, and does not count."""
 

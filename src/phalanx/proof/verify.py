@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.checkpoint.chain import body_of, line_after
+from phalanx.checkpoint.chain import body_of, line_after, records
 from phalanx.checkpoint.chained import fields_of, retrained_in
 from phalanx.checkpoint.files import MALFORMED
 from phalanx.checkpoint.files import read as read_file
@@ -99,12 +99,20 @@ def verify(
             doubt = _damaged(recipe, run, stretches)
             if not doubt and steps is None and first:
                 doubt = f"{run.chain.path} begins at step {first}: the links before are not there to be compared"
+        if not doubt and (differs := _went_on(recipe, run)):
+            doubt = f"it went on with this recipe, by resume='anyway', after another: {differs}"
         elif outcome.status == DIFFERENT and (reads := differing(recipe, run.run["recipe"])[1]):
             doubt = f"the recipe may be another: {reads}"
         if doubt:
             return Verified(UNKNOWN, outcome.steps, f"{outcome.text}, but {doubt}")
         blamed = "" if outcome.status else _blamed(recipe, path, len(run.chain))
         return dataclasses.replace(outcome, text=outcome.text + blamed)
+
+
+def _went_on(recipe: Definition, run: Side) -> str:
+    """How an earlier recipe of the run differs, in words: numbers of its optimizer may have stayed; else empty."""
+    told = [record.get("recipe") for record in records(run.chain.path, "run")]
+    return next(filter(None, (differing(recipe, one)[0] for one in told if one != run.run["recipe"])), "")
 
 
 def _cut(run: Side, *, whole: bool) -> str:
