@@ -34,7 +34,7 @@ test: $(INSTALLED)  ## the tests, the same ones every time; under four minutes
 
 test-all: export PHALANX_CASES := $(CASES)
 test-all: export PHALANX_DRAW := $(SEED)
-test-all: $(INSTALLED) $(RAY)  ## all tests; of long lists of cases two that SEED draws: an hour or two; CASES=all: more
+test-all: $(INSTALLED) $(RAY)  ## all tests; of long lists of cases two that SEED draws: 40 minutes on two cores; CASES=all: more
 	$(call tests,,3)
 
 core: $(INSTALLED)  ## the core's tests, where phalanx has no satellites: what CONTRIBUTING says it can do without
