@@ -65,6 +65,16 @@ def test_a_name_means_the_same_after_a_resume(stop, tmp_path):
     assert phalanx.verify(scheduled, tmp_path, progress=False).status == 0
 
 
+def test_a_name_that_no_value_has_is_refused():
+    """A dict called "f1" has no value "f1", and what waits for it is not left waiting, nor given "train/f1"."""
+    both = [
+        phalanx.Evaluation({"f1": phalanx.whole(lambda output, target: {"macro": 0.5})}, (HELD_OUT, TARGETS)),
+        phalanx.Evaluation({"f1": accuracy}, (X, Y), name="train"),
+    ]
+    with pytest.raises(phalanx.UsageError, match="is 'f1', but what is evaluated is train/f1, f1/macro; name one"):
+        job().train(evaluation=both, callbacks=[SaveBest("f1", mode="max")], progress=False)
+
+
 @pytest.mark.long
 def test_a_state_of_another_metric_is_not_taken_over(tmp_path):
     """A run that goes on with callbacks for another metric counts anew, and says so; its best was that of the other."""

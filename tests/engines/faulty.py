@@ -5,6 +5,9 @@ One sample is marked; the plan says in which step and replica it comes up first.
 
 import contextlib
 import functools
+import math
+import os
+import threading
 import time
 
 import numpy as np
@@ -77,7 +80,11 @@ PLACES = ["model", "loss", "dataset", "collate", "target"]
 
 def failing_at(place, fail, *replicas):
     """Changes that make user code at ``place`` call ``fail`` where it meets a marked sample."""
-    columns = marked(*(replicas or (2,)))
+    return failing_with(place, fail, marked(*(replicas or (2,))))
+
+
+def failing_with(place, fail, columns):
+    """The same for data that is marked already."""
 
     def guarded(function, look):
         def call(*arguments):
@@ -95,6 +102,57 @@ def failing_at(place, fail, *replicas):
         "target": {"target_fn": guarded(lambda batch: batch[1], lambda batch: batch[0])},
     }
     return {"data": columns, **changes[place]}
+
+
+class PoisonedGradient(torch.autograd.Function):
+    """The identity, whose gradient is NaN where ``bad``."""
+
+    @staticmethod
+    def forward(ctx, hidden, bad):
+        ctx.bad = bad
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad * math.nan if ctx.bad else grad), None
+
+
+def poisoned():
+    return TrappedNet(lambda x, hidden: PoisonedGradient.apply(hidden, has_mark(x)))
+
+
+@contextlib.contextmanager
+def beside(work):
+    """A thread that does ``work()``; its end is waited for, however often Ctrl-C is pressed."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        while thread.is_alive():
+            with contextlib.suppress(KeyboardInterrupt):
+                thread.join()
+
+
+class Planted:
+    """Makes the model; in a worker it plants a fault first, before the worker makes its link to the others."""
+
+    def __init__(self, make_model, plant):
+        self.make_model, self.plant, self.here = make_model, plant, os.getpid()
+
+    def __call__(self):
+        if os.getpid() != self.here:
+            self.plant()
+        return self.make_model()
+
+
+def first(path):
+    """Whether no process was here before this one."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def raising(make_error):

@@ -1,11 +1,10 @@
 """Every shared word has one writer: for all others it is read-only memory, so who writes it is caught."""
 
-import os
-
 import pytest
 
 from phalanx.plan.lifecycle import Stage
 from phalanx.shared.counters import PARENT, Counters, float_count, word_count
+from tests.engines.faulty import Planted
 from tests.families import FAMILIES
 
 WORKERS = 2
@@ -16,18 +15,6 @@ def counters(roles):
     words = memoryview(bytearray(8 * word_count(WORKERS))).cast("q")
     floats = memoryview(bytearray(8 * float_count(WORKERS, WORKERS))).cast("d")
     return {role: Counters(words, floats, WORKERS, WORKERS, role) for role in roles}
-
-
-class Faulty:
-    """Makes the model; in workers it plants a fault."""
-
-    def __init__(self, make_model, fault):
-        self.make_model, self.fault, self.parent = make_model, fault, os.getpid()
-
-    def __call__(self):
-        if os.getpid() != self.parent:
-            self.fault()
-        return self.make_model()
 
 
 def write_what_is_the_parents():
@@ -51,7 +38,7 @@ def accuracy(output, target):
 def test_a_wrong_writer_ends_a_run():
     """A worker that writes a word of the parent's ends the run: such memory is read-only."""
     recipe = FAMILIES["mlp"].recipe(4, steps=2)
-    faulty = FAMILIES["mlp"].recipe(4, steps=2, make_model=Faulty(recipe.make_model, write_what_is_the_parents))
+    faulty = FAMILIES["mlp"].recipe(4, steps=2, make_model=Planted(recipe.make_model, write_what_is_the_parents))
     with pytest.raises(TypeError, match="read-only memory"):
         faulty.train(workers=WORKERS, engine="processes")
 

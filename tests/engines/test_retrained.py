@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -121,6 +122,16 @@ def test_resumed_and_computed_again(stop, tmp_path):
     heads = {"head.weight", "head.bias"}
     assert phalanx.replay(over(), tmp_path, step=AT - 1, replica=1).gradients.keys() == heads
     assert phalanx.replay(over(), tmp_path, step=AT, replica=1).gradients.keys() > heads
+
+
+def test_a_run_that_goes_on_from_its_beginning(tmp_path):
+    """As after a loss of power before a later snapshot: what was frozen at first is noted once more, for verify."""
+    with over().start(engine="inline", run_dir=tmp_path / "a", callbacks=[Thaw(ENCODER, epoch=2)]) as run:
+        run.step()
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    again = over().train(engine="inline", run_dir=tmp_path / "b", callbacks=[Thaw(ENCODER, epoch=2)])
+    assert (again.resumed_from, again.digest) == (0, expected().digest)
+    assert verify(over(), tmp_path / "b", progress=False).status == 0
 
 
 @pytest.mark.filterwarnings("ignore:the recipe may not be")

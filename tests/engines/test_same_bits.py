@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import sys
 
 import cloudpickle
@@ -23,6 +22,7 @@ from phalanx.plan.fold import Placement
 from phalanx.seams.records import Progress, Records, RunOptions, Seen
 from phalanx.shared.counters import RING
 from tests.engines.alike import CHUNK, EVERY, FEW, MLP, answer, course, feed, few, held_out, metric, same, two_or_three
+from tests.engines.faulty import Planted
 from tests.families import (
     DATA,
     FAMILIES,
@@ -385,18 +385,6 @@ def test_any_placement(name, placement):
 
 
 # What would go wrong is noticed: each fault below is planted in the workers and ends in other bits.
-
-
-class Planted:
-    """Makes a family's model; in a worker it plants a fault first, before the worker makes its link to the others."""
-
-    def __init__(self, make_model, plant):
-        self.make_model, self.plant, self.here = make_model, plant, os.getpid()
-
-    def __call__(self):
-        if os.getpid() != self.here:
-            self.plant()
-        return self.make_model()
 
 
 def nothing():

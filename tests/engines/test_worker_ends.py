@@ -21,7 +21,9 @@ from tests.engines.faulty import (
     X,
     Y,
     assert_no_workers,
+    beside,
     failing_at,
+    first,
     has_mark,
     marked,
     recipe,
@@ -153,23 +155,8 @@ def ctrl_c_once_there(path, times=1):
             time.sleep(1.0 if number else 0.2)
             os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=press)
-    thread.start()
-    try:
+    with beside(press):
         yield
-    finally:
-        while thread.is_alive():
-            with contextlib.suppress(KeyboardInterrupt):
-                thread.join()
-
-
-def first(path):
-    """Whether no process was here before this one."""
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def wait_for(path):

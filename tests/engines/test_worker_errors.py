@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import os
 import threading
 import time
@@ -29,6 +28,7 @@ from tests.engines.faulty import (
     inline_error,
     marked,
     notes,
+    poisoned,
     raising,
     recipe,
     workers_error,
@@ -220,23 +220,9 @@ def test_an_error_on_a_brought_batch_names_positions_in_the_batch():
 # Values that are not finite
 
 
-class PoisonedGradient(torch.autograd.Function):
-    """The identity, whose gradient is NaN where ``bad``."""
-
-    @staticmethod
-    def forward(ctx, hidden, bad):
-        ctx.bad = bad
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return (grad * math.nan if ctx.bad else grad), None
-
-
 def bad_value(kind):
     """Changes that make the loss or the gradient of two replicas of step FAILING NaN or infinite."""
     if kind == "gradient":
-        poisoned = lambda: TrappedNet(lambda x, hidden: PoisonedGradient.apply(hidden, has_mark(x)))  # noqa: E731
         return {"data": marked(1, 3, y=None), "make_model": poisoned}
     return {"data": marked(1, 3, x=None, y=float(kind))}
 

@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import default_collate
 
 import phalanx
-from tests.engines.faulty import MARK, PLACES, Rows, has_mark
+from tests.engines.faulty import MARK, PLACES, failing_with, poisoned
 from tests.families import TrappedNet
 
 SAMPLES, STEPS, FAILING = 36, 6, 1
@@ -67,24 +66,7 @@ def marked_data(replicas, x=None, y=None):
 
 def failing_at(place, replicas, fail):
     """Changes that make user code at ``place`` call ``fail`` where it meets the marked sample."""
-    columns = marked_data(replicas, x=MARK, y=MARK)
-
-    def guarded(function, look):
-        def call(*arguments):
-            if has_mark(look(*arguments)):
-                fail()
-            return function(*arguments)
-
-        return call
-
-    changes = {
-        "model": {"make_model": lambda: TrappedNet(guarded(lambda x, hidden: hidden, lambda x, hidden: x))},
-        "loss": {"loss_fn": guarded(F.mse_loss, lambda output, target: target)},
-        "dataset": {"data": Rows(columns, fail)},
-        "collate": {"collate_fn": guarded(default_collate, lambda samples: default_collate(samples)[0])},
-        "target": {"target_fn": guarded(lambda batch: batch[1], lambda batch: batch[0])},
-    }
-    return {"data": columns, "replicas": replicas, **changes[place]}
+    return {"replicas": replicas, **failing_with(place, fail, marked_data(replicas, x=MARK, y=MARK))}
 
 
 def always(error):
@@ -192,23 +174,6 @@ def test_a_long_share_is_shortened_in_words_but_not_in_the_field():
 
 
 # Values that are not finite
-
-
-class PoisonedGradient(torch.autograd.Function):
-    """The identity, whose gradient is NaN where ``bad``."""
-
-    @staticmethod
-    def forward(ctx, hidden, bad):
-        ctx.bad = bad
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return (grad * math.nan if ctx.bad else grad), None
-
-
-def poisoned():
-    return TrappedNet(lambda x, hidden: PoisonedGradient.apply(hidden, has_mark(x)))
 
 
 def bad_value(kind, replicas):

@@ -22,6 +22,7 @@ import phalanx
 from phalanx.engines import selection
 from phalanx.engines.processes import pool as crew
 from phalanx.surroundings import interrupts
+from tests.engines.faulty import beside, first
 from tests.sampling import SEED, generator
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
@@ -218,14 +219,6 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-def first(path):
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
 def holding_loss(path, seconds, output, target):
     """A loss that would be another if the context manager had been torn."""
     loss = F.mse_loss(output, target) * (1 + len(HELD))
@@ -246,14 +239,8 @@ def ctrl_c_after(path, *waits):
                 press()
             pressed(path).touch()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
+    with beside(work):
         yield
-    finally:
-        while thread.is_alive():
-            with contextlib.suppress(KeyboardInterrupt):
-                thread.join()
 
 
 @pytest.mark.long

@@ -252,11 +252,11 @@ def another_has_the_turn():
             inside.set()
             over.wait(300)
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as undo:
+        undo.callback(over.set)
         pool.submit(hold)
         inside.wait()
         yield
-        over.set()
 
 
 def test_ctrl_c_while_waiting_for_a_turn():

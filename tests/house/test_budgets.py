@@ -13,10 +13,10 @@ import reading
 
 pytestmark = pytest.mark.house
 
-TOKENS = 299_150
+TOKENS = 299_147
 FILE_LINES = 500
 FUNCTION_LINES = 40
-TEST_LINES = 70_108  # of all files of tests; lower it whenever you can
+TEST_LINES = 70_104  # of all files of tests; lower it whenever you can
 TEST_FILE_LINES = 800
 
 NO_CODE = {

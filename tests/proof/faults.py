@@ -15,7 +15,6 @@ from phalanx.frameworks.torch.optimizer import Update
 from phalanx.frameworks.torch.replica.feed import Feed
 from phalanx.frameworks.torch.replica.lane import Lane
 from phalanx.shared.state import Shard
-from phalanx.surroundings.presence import CURRENT
 
 PLANTED = contextlib.ExitStack()  # for as long as this process lives
 TWICE = (0, 1, 10)  # steps in which replicas are computed twice
@@ -156,6 +155,8 @@ class Fault:
     @contextlib.contextmanager
     def planted(self):
         """Inside, this process has the fault."""
+        from phalanx.surroundings.presence import CURRENT  # as a global it would be described with the recipe
+
         owner, name, spoil, first = KINDS[self.kind]
         real, calls = getattr(owner, name), iter(range(1 << 62))
 

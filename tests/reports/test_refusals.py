@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -176,6 +177,10 @@ def test_a_changed_recipe(options, tmp_path):
     slower = recipe(optimizer=functools.partial(torch.optim.SGD, lr=0.0625))
     refuses(slower, phalanx.UsageError, r"lr|optimizer", **options, run_dir=tmp_path)
     refuses(recipe(batch_size=6), phalanx.UsageError, "batch_size", **options, run_dir=tmp_path)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    with pytest.warns(UserWarning, match="going on with another recipe .* rates too, stays that of the snapshot"):
+        anyway = slower.train(**options, run_dir=tmp_path / "copy", resume="anyway")
+    assert differences(anyway.loss_history, LOSSES, ROUNDING) == []
     assert differences(recipe().train(**options, run_dir=tmp_path).loss_history, LOSSES, ROUNDING) == []
 
 

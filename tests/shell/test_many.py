@@ -1,5 +1,6 @@
 """Many recipes at once: each in a process of its own, to the bits of one after another, whatever dies meanwhile."""
 
+import copy
 import gc
 import json
 import os
@@ -91,6 +92,9 @@ def test_results_are_those_of_one_after_another(tmp_path):
 def test_callbacks_that_were_in_a_run_before(number, tmp_path, monkeypatch):
     """They keep nothing of it that a job cannot be sent, so the same call goes on in the same process."""
     monkeypatch.chdir(tmp_path)  # a log without a run_dir is written here
+    with job().start(engine="inline") as run, pytest.raises(TypeError, match="stays in its process"):
+        copy.deepcopy(run)
+    assert copy.deepcopy(run) is None
     used = [*callbacks(), Log("csv"), Thaw("0", epoch=1)][number]
     given = {"one": (job(), due(), [used]), "other": (job(1), due(), [used])}
     first, again = (phalanx.train_all(given, run_dir="runs", progress=False) for _ in range(2))

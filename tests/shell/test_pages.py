@@ -260,6 +260,9 @@ def test_a_run_without_the_metric_does_not_hide_it():
         for name, loss in (("a", 2.0), ("b", 1.0))
     ]
     assert pages.best_of(odd) == 1
+    steps = {0: {"samples": 8, "metrics": {}}, 1: {"samples": 8, "metrics": {"samples": 0.5, "accuracy": "nan"}}}
+    mixed = pages.History("mixed", steps, saved_by=("accuracy", "auto"))
+    assert (mixed.curves["samples"], mixed.best()) == ([(1, 0.5)], {})  # not the log's own samples, nor another's best
 
 
 def test_a_page_has_the_recipe_and_the_clock(run_dir, tmp_path):

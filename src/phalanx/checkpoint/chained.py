@@ -119,9 +119,9 @@ class Chained(Observer):
         if self._chain is not None and self._engine.seen.complete:
             self._note_early(self._chain)
 
-    def scheduled(self, value: float) -> None:
-        """Note it, as evaluations are not computed again."""
-        self._early.append((SCHEDULE, {"value": repr(value)}))
+    def scheduled(self, value: float | None) -> None:
+        """Note it, as evaluations are not computed again; also that there was none, or it would seem to be lost."""
+        self._early.append((SCHEDULE, {"values": [] if value is None else [repr(value)]}))
 
     def _note_early(self, chain: ChainFile) -> None:
         for kind, facts in self._early:
@@ -174,9 +174,9 @@ def retrained_in(root: pathlib.Path | None) -> dict[int, list[Training]]:
     return noted_in(root, TRAINING, _training)
 
 
-def scheduled_in(root: pathlib.Path | None) -> dict[int, list[float]]:
-    """With which values a run stepped its schedule, as ``noted_in`` reads it."""
-    return noted_in(root, SCHEDULE, lambda record: float(record["value"]))
+def scheduled_in(root: pathlib.Path | None) -> dict[int, list[list[float]]]:
+    """With which values a run stepped its schedule after its epochs, as ``noted_in`` reads it."""
+    return noted_in(root, SCHEDULE, lambda record: list(map(float, record["values"])))
 
 
 def _training(record: Any) -> Training:

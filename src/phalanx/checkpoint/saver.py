@@ -134,7 +134,7 @@ class Saver(Observer):
             engine.seen.waiting.clear()
             checks.warn(
                 f"the snapshot of step {self._saved} has the state of {names}, which is in no callback of this run and "
-                "so not in its snapshots either. What it has frozen stays frozen. To go on with it, pass "
+                "so not in its snapshots either. What callbacks froze stays frozen. To go on with it, pass "
                 f"callbacks=[{names}] again"
             )
 

@@ -144,10 +144,11 @@ def deciding(metrics: Iterable[str], names: Mapping[str, bool]) -> frozenset[str
     return frozenset(found)
 
 
-def check_metric(argument: str, metric: str, names: Mapping[str, bool]) -> None:
-    """Refuse a metric that no evaluation has; ``names``: those that are known, and whether each is a whole name."""
-    if meant(metric, names) is None and all(names.values()):
-        raise UsageError(f"{argument} is {metric!r}, but what is evaluated is {', '.join(names)}; name one of those")
+def check_metric(argument: str, metric: str, names: Mapping[str, bool], *, told: bool = False) -> None:
+    """Refuse a metric that no evaluation has; ``names``: as of ``names_of``; ``told``: no more of them will come."""
+    known = [name for name, one in names.items() if one]
+    if meant(metric, names) not in known and (told or len(known) == len(names)):
+        raise UsageError(f"{argument} is {metric!r}, but what is evaluated is {', '.join(known)}; name one of those")
 
 
 def listed_evaluations(evaluation: Any) -> tuple[Evaluation, ...]:

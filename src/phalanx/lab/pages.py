@@ -29,6 +29,7 @@ from phalanx.surroundings.presence import printable
 LAST, ARGUMENT = "last ", "argument "
 BEGINS, DEATHS = ("start", "resume"), ("death", "lost")  # of a worker, or of another process
 DROPPED = "dropped"  # messages from outside; the last such event says how many
+HAPPENED = "event", "step", "worker", "why"  # columns, beside the time
 LOSS, BESIDE = "loss", ("grad_norm", "lr", RATE)
 MOST_BESIDE = 3  # runs that have a column each in a terminal, and their names in a page's title
 MOST_EVENTS = 200  # on a page, the last ones
@@ -104,11 +105,11 @@ class History:
     def best(self) -> dict[str, Any]:
         """The best value with its steps, of what ``SaveBest`` goes by, else the first metric that can be ranked."""
         known, (metric, mode) = list(self.last()), self.saved_by
-        first, others = meant(metric, known), sorted(known, key=LOSS.__eq__)  # the loss last
-        for name, sense in [(first or LOSS, mode)] * bool(first) + [(other, "auto") for other in others]:
+        others = sorted(known, key=LOSS.__eq__)  # the loss last
+        for name, sense in [(meant(metric, known) or metric, mode), *((other, "auto") for other in others)]:
             with contextlib.suppress(UsageError, ValueError):  # it does not say what is better, or has no finite value
                 rank = Better(name, sense).rank
-                step, value = min(self.curves[name], key=lambda point: rank(point[1]))
+                step, value = min(self.curves.get(name, ()), key=lambda point: rank(point[1]))
                 return {"name": name, "value": value, "steps": int(step) + 1, "mode": sense}
         return {}
 
@@ -221,12 +222,14 @@ def page(histories: Sequence[History]) -> str:
     for history in histories:
         name = _text(history.name)
         happened = [
-            [_clock(line.get("time")), *(line.get(key, "") for key in ("event", "step", "worker", "why"))]
+            [_clock(line.get("time")), *(line.get(key, "") for key in HAPPENED)]
             for line in history.events[-MOST_EVENTS:]
         ]
-        parts += [f"<h2>What happened in {name}</h2>", _table([["time", "event", "step", "worker", "why"], *happened])]
-        parts += [f"<h2>The recipe of {name}</h2>", _table(history.recipe.items())]
-        parts += [f"<h2>The environment of {name}</h2>", _table(history.facts.items())]
+        parts += [
+            f"<h2>What happened in {name}</h2>{_table([('time', *HAPPENED), *happened])}",
+            f"<h2>The recipe of {name}</h2>{_table(history.recipe.items())}",
+            f"<h2>The environment of {name}</h2>{_table(history.facts.items())}",
+        ]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{title}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"

@@ -11,7 +11,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from phalanx.checkpoint.chain import CHAIN
 from phalanx.checkpoint.chained import brought_as, leaves_now, retrained_in, scheduled_in
 from phalanx.checkpoint.directory import SNAPSHOTS, snapshot_folders
 from phalanx.checkpoint.files import is_there
@@ -49,7 +48,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
     losses : sequence of float
         Losses of the updates done before, where ``make_model`` makes the model as they left it.
     folder : path or None
-        Of the run: its chain says what was frozen and thawed.
+        Of the run: its chain says what was frozen and thawed, and with what the schedule was stepped.
     devices : sequence of str
         What computes the steps in between, a worker each; none: where ``make_model`` puts the model.
     """
@@ -73,7 +72,7 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
         _, open_engine = openers()  # they load the code that starts processes
         self.definition = definition
         self._batch, self._losses, self._changes = batch, losses, retrained_in(folder)
-        self._scheduled = scheduled_in(folder) if folder and is_there(folder / CHAIN) else None
+        self._scheduled = scheduled_in(folder)
         self._opened: list[Framework] = []
         where = "inline" if workers == 1 else "processes", workers, devices, None
         self._engine = open_engine(definition, *where, self._beginning(begin), RunOptions(allow=None))
@@ -152,11 +151,12 @@ class Instant(contextlib.AbstractContextManager["Instant"]):
             supply.epochs(self.step) > epoch if supply else self.definition.epoch_ended(self.step)
         ):
             return
-        if self._scheduled is None:
+        if self.step not in self._scheduled:
             raise UsageError(
-                f"the schedule goes by {metric!r}, whose values are not known here; give a run with a chain"
+                f"the schedule goes by {metric!r}, and no chain says its value after step {self.step}; give steps that "
+                "end before"
             )
-        for value in self._scheduled.get(self.step, ()):
+        for value in self._scheduled[self.step][-1]:
             self._engine.schedule(value, epoch)
 
     def go_to(self, step: int, phase: str | None = None, *, progress: bool | str = "auto") -> None:

@@ -79,9 +79,7 @@ class Loop:
         self._waiting = waiting
         self._compared = set[Any]()  # metrics that were folded
         self._names = names_of(evaluations, engine.seen.evaluated)
-        self._decisive = (
-            deciding([metric for _, metric in waiting], names_of(evaluations)) if waiting else frozenset[str]()
-        )
+        self._decisive = deciding([metric for _, metric in waiting], names_of(evaluations))
         self._counts = Counter[Any]()  # of each evaluation
         self._observers = tuple(observers)
         self._data = Unchanged(definition.source)
@@ -307,12 +305,11 @@ class Loop:
         for due in self._evaluations:
             if finished or due.is_due(steps, epoch, epoch_ended=epoch_ended):
                 yield Again(functools.partial(self._evaluate_into, values, due))
-        if not values:
-            return
-        yield self._check_waiting
-        self._report = report._replace(metric=next(iter(values.values())), metrics=values)
-        for observer in self._observers:
-            yield functools.partial(observer.evaluated, values)
+        if values:
+            yield self._check_waiting
+            self._report = report._replace(metric=next(iter(values.values())), metrics=values)
+            for observer in self._observers:
+                yield functools.partial(observer.evaluated, values)
         if epoch_ended and (metric := self._definition.schedule_on) is not None:
             yield Again(functools.partial(self._schedule, metric, values, epoch))
 
@@ -326,7 +323,7 @@ class Loop:
         if not self._unseen:
             waiting, self._waiting = self._waiting, ()
             for argument, metric in waiting:
-                check_metric(argument, metric, {name: True for name, known in self._names.items() if known})
+                check_metric(argument, metric, self._names, told=True)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -334,10 +331,10 @@ class Loop:
         return tuple(self._names)
 
     def _schedule(self, metric: str, values: dict[str, float], epoch: int) -> None:
-        if (name := meant(metric, self.metric_names)) in values:  # else its evaluation was not due
-            self._engine.schedule(values[name], epoch)
-            for observer in self._observers:
-                observer.scheduled(values[name])
+        if (value := values.get(meant(metric, self._names) or "")) is not None:  # else its evaluation was not due
+            self._engine.schedule(value, epoch)
+        for observer in self._observers:
+            observer.scheduled(value)
 
     def retrain(self, change: Training) -> None:
         """Freeze or thaw parameters before the next step."""

@@ -178,7 +178,7 @@ def _one_of(*known: object) -> Check:
 
 def _unless(none: str | None, check: Callable[..., Any], **words: Any) -> Check:
     """The check of an option for which ``none`` stands for None."""
-    return lambda name, value: None if value == none else check(name, value, **words)
+    return lambda name, value: None if type(value) is type(none) and value == none else check(name, value, **words)
 
 
 COUNT = _unless("auto", checks.integer, least=1, hint="or 'auto'")

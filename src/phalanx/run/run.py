@@ -163,7 +163,9 @@ class Run:
         return self._loop.left().get("averaged")
 
     def __reduce__(self) -> Any:
-        """None in another process, and in a copy: a callback of an earlier run gets its next one by ``begin``."""
+        """None in another process and in a copy, once it is closed: who had it gets another one in ``begin``."""
+        if not self.closed:
+            raise TypeError("a run that is open stays in its process, and has no copy")
         return type(None), ()
 
     @property

@@ -35,7 +35,7 @@ from phalanx.seams.records import (
     Vector,
     Watch,
     Weights,
-)  # fmt: skip
+)
 
 Places = Mapping[int, tuple[mmap.mmap, int]]
 Order = Callable[[tuple[int, ...]], Sequence[tuple[int, int]]]
@@ -486,8 +486,8 @@ class Observer:
     def retrained(self, change: Training) -> None:
         """Hear what was frozen or thawed, after the steps that are done."""
 
-    def scheduled(self, value: float) -> None:
-        """Hear with which value the schedule was stepped, before ``step``."""
+    def scheduled(self, value: float | None) -> None:
+        """Hear with which value the schedule was stepped after an epoch, before ``step``; None: it was not."""
 
     def step(self, report: StepReport) -> None:
         """See a finished step, with the value of its evaluation where one was due."""

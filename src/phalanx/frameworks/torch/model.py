@@ -69,13 +69,10 @@ def check_mode(model: torch.nn.Module, modes: str) -> None:
 def warn_of_rest(model: torch.nn.Module, definition: Definition) -> None:
     """Warn if BatchNorm gets a single sample of an epoch's last batch, which it refuses only once that is reached."""
     rest, parts = (definition.samples or 0) % definition.global_batch, definition.replicas * definition.micro_batches
-    if (
-        definition.drop_last
-        or not 0 < rest < 2 * parts
-        or not 1 < (definition.per_epoch or 0) <= (definition.total or 0)
-    ):
-        return
-    if any(isinstance(module, torch.nn.BatchNorm1d) and module.training for module in model.modules()):
+    comes = 1 < (definition.per_epoch or 0) <= (definition.total or 0) and not definition.drop_last
+    kinds = {type(module) for module in model.modules() if module.training}
+    single = comes and 0 < rest < 2 * parts
+    if single and torch.nn.BatchNorm1d in kinds and torch.nn.Conv1d not in kinds:  # behind one, a row has values enough
         checks.warn(
             f"the last batch of an epoch has {rest} samples, so that a share or a part of one has 1, and BatchNorm1d "
             "cannot normalise that, unless its input has a further axis; say drop_last=True, or change batch_size"
